@@ -92,7 +92,7 @@ def make(
         other_type: of the other matrices (default F32 beside F32 experts, else F16).
         fused_gate_up: gate and up as one tensor; only where the architecture's loader takes that.
         shared: False asks for a model without shared experts; architectures that always have some refuse.
-        shared_ff: width of all shared experts together (default used * ff). dense_ff: of dense layers (double).
+        shared_ff: width of all shared experts together (default used * ff). dense_ff: of dense ones (double).
         row_bank: 0 draws every expert anew. N draws and quantises only N experts' rows per tensor, and every
             expert takes its rows from those at random, in its own order: quicker, and no two experts alike.
         progress: called with a line for each tensor written.
