@@ -1,0 +1,172 @@
+// The Python module spice_moe._core: declarations, no logic. Statuses become SpiceError subclasses.
+#include "backend/abort_guard.h"
+#include "backend/expert_buffer.h"
+#include "backend/plugin.h"
+#include "runtime/engine.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace py = pybind11;
+using namespace spice;
+
+namespace {
+
+void raise_if(const Status &status) {
+    if (status.ok()) return;
+    py::object error = py::module_::import("spice_moe.errors")
+                           .attr("from_code")(static_cast<int32_t>(status.code()), status.message());
+    PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error.ptr())), error.ptr());
+    throw py::error_already_set();
+}
+
+class Model {
+  public:
+    Model(const std::string &path, int64_t expert_used, int32_t io_threads) {
+        std::optional<Result<std::shared_ptr<Engine>>> engine;
+        {
+            const py::gil_scoped_release unlocked; // headers can be large and the disk slow
+            engine.emplace(Engine::open(path, expert_used, io_threads));
+        }
+        raise_if(engine->status());
+        attachment_ = Attachment::make(engine->take());
+    }
+
+    [[nodiscard]] Attachment &attachment() const {
+        if (attachment_ == nullptr) raise_if(Status(Code::internal, "the model is closed"));
+        return *attachment_;
+    }
+
+    [[nodiscard]] Engine &engine() const { return attachment().engine(); }
+
+    void close() { attachment_.reset(); }
+
+    [[nodiscard]] size_t finish_load() const {
+        const size_t n = attachment().finish_load();
+        if (n == 0 && !engine().index().dense()) {
+            raise_if(Status(Code::internal, "llama.cpp gave SPICE no expert tensor"));
+        }
+        return n;
+    }
+
+  private:
+    std::shared_ptr<Attachment> attachment_;
+};
+
+py::dict summary(const Model &m) {
+    const GgufModel &model = m.engine().model();
+    const ExpertIndex &index = m.engine().index();
+    const std::string arch = model.architecture();
+    uint64_t all = 0;
+    for (const GgufTensor &tensor : model.tensors()) all += tensor.bytes;
+    py::list files;
+    for (const GgufFile &file : model.files()) {
+        files.append(py::dict(py::arg("path") = file.path.string(), py::arg("size") = file.size));
+    }
+    uint64_t smallest = 0;
+    uint64_t largest = 0;
+    py::set types;
+    for (const LayerExperts &layer : index.layers()) {
+        const uint64_t bytes = layer.slab_bytes(Bank::routed);
+        smallest = smallest == 0 ? bytes : std::min(smallest, bytes);
+        largest = std::max(largest, bytes);
+        for (const ExpertPart &part : layer.parts) {
+            if (part.kind == PartKind::weight) {
+                types.add(ggml_type_name(static_cast<ggml_type>(part.ggml_type)));
+            }
+        }
+    }
+    py::dict out;
+    out["architecture"] = arch;
+    out["dense"] = index.dense();
+    out["n_layers"] = model.get_int(arch + ".block_count").value_or(0);
+    out["n_layers_moe"] = index.layers().size();
+    out["n_expert"] = model.get_int(arch + ".expert_count").value_or(0);
+    out["n_expert_used"] = model.get_int(arch + ".expert_used_count").value_or(0);
+    out["n_experts_total"] = index.n_experts();
+    out["expert_bytes"] = index.total_weight_bytes();
+    out["other_bytes"] = all - index.total_weight_bytes();
+    out["slab_bytes_min"] = smallest;
+    out["slab_bytes_max"] = largest;
+    out["expert_types"] = py::list(types);
+    out["files"] = files;
+    return out;
+}
+
+py::dict stats(const Model &m) {
+    const Counters c = m.engine().counters();
+    py::dict out;
+    out["graph_calls"] = c.graph_calls;
+    out["layer_calls"] = c.layer_calls;
+    out["matmul_nodes"] = c.matmul_nodes;
+    out["delegated_nodes"] = c.delegated_nodes;
+    out["expert_rows"] = c.expert_rows;
+    out["experts_requested"] = c.experts_requested;
+    out["experts_missed"] = c.experts_missed;
+    out["slabs_read"] = c.slabs_read;
+    out["bytes_read"] = c.bytes_read;
+    out["read_seconds"] = c.read_seconds;
+    out["resident_experts"] = c.resident_experts;
+    out["resident_bytes"] = c.resident_bytes;
+    out["failures"] = c.failures;
+    return out;
+}
+
+/// `with AbortGuard() as guard:` around a load; guard.message afterwards.
+class ScopedAbortGuard {
+  public:
+    void enter() { guard_.emplace(); }
+    void exit() { guard_.reset(); }
+    [[nodiscard]] std::optional<std::string> message() const {
+        const std::string &text = AbortGuard::message();
+        return text.empty() ? std::nullopt : std::optional(text);
+    }
+
+  private:
+    std::optional<AbortGuard> guard_;
+};
+
+} // namespace
+
+PYBIND11_MODULE(_core, m) {
+    m.doc() = "The compiled part of spice_moe: the ggml plug-in and the expert store.";
+    m.attr("GGML_VERSION") = SPICE_GGML_VERSION;
+    m.attr("BACKEND_API_VERSION") = spice::abi::api_version;
+    m.attr("LLAMA_CPP_PYTHON") = SPICE_LLAMA_CPP_PYTHON;
+    m.def("runtime_ggml_version", [] { return std::string(ggml_version()); });
+    m.def("register_backend", [] { raise_if(register_plugin()); });
+
+    py::class_<Model>(m, "Model")
+        .def(py::init<const std::string &, int64_t, int32_t>(), py::arg("path"), py::arg("expert_used") = 0,
+             py::arg("io_threads") = 4)
+        .def("summary", &summary)
+        .def("stats", &stats)
+        .def("reset_stats", [](const Model &model) { model.engine().reset_counters(); })
+        .def("buffer_type",
+             [](const Model &model) { return reinterpret_cast<uintptr_t>(model.attachment().buffer_type()); })
+        .def_property_readonly("override_pattern", [](const Model &) { return expert_tensor_pattern; })
+        .def("finish_load", &Model::finish_load)
+        .def("take_error",
+             [](const Model &model) -> std::optional<std::pair<int32_t, std::string>> {
+                 const std::optional<Status> error = model.engine().take_error();
+                 if (!error) return std::nullopt;
+                 return std::pair(static_cast<int32_t>(error->code()), error->message());
+             })
+        .def("close", &Model::close);
+
+    py::class_<ScopedAbortGuard>(m, "AbortGuard")
+        .def(py::init<>())
+        .def(
+            "__enter__",
+            [](ScopedAbortGuard &guard) -> ScopedAbortGuard & {
+                guard.enter();
+                return guard;
+            },
+            py::return_value_policy::reference_internal)
+        .def("__exit__", [](ScopedAbortGuard &guard, const py::args &) { guard.exit(); })
+        .def_property_readonly("message", &ScopedAbortGuard::message);
+}
