@@ -1,0 +1,48 @@
+"""SPICE: Mixture-of-Experts GGUF models larger than fast memory, on a stock llama-cpp-python.
+
+    from spice_moe import Llama
+
+    llm = Llama("model.gguf", n_ctx=2048)
+    print(llm.spice.plan)
+
+Importing this package checks that the installed llama-cpp-python is the one SPICE was built for and raises
+:class:`SpiceVersionError`, naming what to install, if it is not.
+"""
+
+from importlib.metadata import version
+
+from ._versions import check_versions
+from .errors import (
+    SpiceError,
+    SpiceFileNotFoundError,
+    SpiceFormatError,
+    SpiceIOError,
+    SpiceMemoryError,
+    SpiceUnsupportedError,
+    SpiceVersionError,
+)
+
+# Before anything that needs llama_cpp or the compiled core.
+check_versions()
+
+from .llama import Llama  # noqa: E402
+from .options import SpiceOptions  # noqa: E402
+from .plan import Plan  # noqa: E402
+from .stats import COUNTERS  # noqa: E402
+
+__version__ = version("spice-moe")
+
+__all__ = [
+    "COUNTERS",
+    "Llama",
+    "Plan",
+    "SpiceError",
+    "SpiceFileNotFoundError",
+    "SpiceFormatError",
+    "SpiceIOError",
+    "SpiceMemoryError",
+    "SpiceOptions",
+    "SpiceUnsupportedError",
+    "SpiceVersionError",
+    "__version__",
+]

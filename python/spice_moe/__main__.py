@@ -1,0 +1,8 @@
+"""``python -m spice_moe`` is ``spice-run``."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""One model's tie between llama.cpp's loader and the SPICE core."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp
+
+from . import _core
+from .loading import LoadMonitor
+from .options import SpiceOptions
+from .plan import EXACT, EXACT_STOCK, REPACKED, Plan
+
+_USED_KEY = ".expert_used_count"
+# (memory-mapped, locked) -> what the plan calls it
+_LOAD_MODES = {
+    (True, False): "mmap",
+    (True, True): "mmap+mlock",
+    (False, False): "read",
+    (False, True): "read+mlock",
+}
+
+
+class _BuftOverride(ctypes.Structure):
+    """``struct llama_model_tensor_buft_override`` of llama.h; llama-cpp-python has no class for it."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | None) -> _core.Model:
+    """Read and check the headers of the model. Blocks on disk. Raises the subclasses of SpiceError."""
+    asked = {key: used for key, used in (kv_overrides or {}).items() if key.endswith(_USED_KEY)}
+    # bool is an int to Python and a type mismatch to llama.cpp, which refuses it by itself.
+    used = next((n for n in asked.values() if isinstance(n, int) and not isinstance(n, bool)), 0)
+    core = _core.Model(path, expert_used=used, io_threads=options.io_threads)
+    if used and f"{core.summary()['architecture']}{_USED_KEY}" not in asked:  # meant for another architecture
+        core.close()
+        core = _core.Model(path, expert_used=0, io_threads=options.io_threads)
+    return core
+
+
+class Attachment:
+    """Decides how one model is loaded and, if SPICE runs it, puts that into llama.cpp's parameters.
+
+    Owns the core model and every ctypes object that llama.cpp sees during the load. Used by the thread that
+    constructs and closes the model.
+    """
+
+    def __init__(self, path: str, options: SpiceOptions, arguments: dict[str, Any]) -> None:
+        """``arguments`` are the keyword arguments for ``llama_cpp.Llama``. Raises as :func:`open_core`."""
+        self.options = options
+        self.mmap: bool = bool(arguments.get("use_mmap", True))
+        self.mlock: bool = bool(arguments.get("use_mlock", False))
+        self._lora = arguments.get("lora_path") is not None
+        self._kv_overrides: dict[str, Any] | None = arguments.get("kv_overrides")
+        core = open_core(path, options, self._kv_overrides)
+        try:
+            self._summary = core.summary()
+            self.mode, self.reason = self._decide(bool(arguments.get("vocab_only", False)))
+            self._overrides = (_BuftOverride * 2)()  # the second stays NULL: the end of the list
+            if self.mode == "spice":
+                _core.register_backend()
+                self._overrides[0] = _BuftOverride(core.override_pattern.encode(), core.buffer_type())
+        except BaseException:
+            core.close()
+            raise
+        if self.mode == "plain":
+            core.close()
+        self.core: _core.Model | None = core if self.mode == "spice" else None
+        total = self._summary["other_bytes"] + self._summary["expert_bytes"]
+        spared = self._summary["expert_bytes"] if self.mode == "spice" else 0
+        self.monitor = LoadMonitor(
+            options.progress,
+            portion=(total - spared) / max(total, 1),
+            verbose=bool(arguments.get("verbose", True)),
+        )
+
+    def _decide(self, vocab_only: bool) -> tuple[str, str]:
+        if not self.options.enabled:
+            return "plain", "asked for by enabled=False"
+        if self._summary["dense"]:
+            return "plain", "the model is dense: it has no experts"
+        if vocab_only:
+            return "plain", "vocab_only loads no weights"
+        return "spice", "the model has experts"
+
+    def apply(self, params: llama_cpp.llama_model_params) -> None:
+        """Set what SPICE needs on the parameters of the load; everything else is the user's."""
+        params.progress_callback = self.monitor.progress_callback
+        if self.mode == "plain":
+            return
+        params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p).value
+        # llama.cpp's mmap reads the whole file (MAP_POPULATE), experts included.
+        params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MLOCK if self.mlock else llama_cpp.LLAMA_LOAD_MODE_NONE
+        params.use_extra_bufts = self.options.repack
+
+    def finish_load(self) -> None:
+        """Give the expert tensors their names back, once llama.cpp has loaded the model."""
+        if self.core is not None:
+            self.core.finish_load()
+
+    def take_error(self) -> tuple[int, str] | None:
+        """The core's last failure while computing, or None."""
+        return None if self.core is None else self.core.take_error()
+
+    def close(self) -> None:
+        """Free the core. llama.cpp's model and contexts must be gone. Safe to call twice."""
+        core, self.core = self.core, None
+        if core is not None:
+            core.close()
+
+    def plan(self, *, n_threads: int, n_threads_batch: int) -> Plan:
+        """The plan that ``llm.spice.plan`` shows."""
+        summary = self._summary
+        spice = self.mode == "spice"
+        exactness = (REPACKED if self.options.repack else EXACT) if spice else EXACT_STOCK
+        used = (self._kv_overrides or {}).get(
+            f"{summary['architecture']}{_USED_KEY}", summary["n_expert_used"]
+        )
+        return Plan(
+            mode=self.mode,
+            reason=self.reason,
+            architecture=summary["architecture"],
+            moe_layers=summary["n_layers_moe"],
+            experts_per_layer=summary["n_expert"],
+            experts_used=used,
+            experts_total=summary["n_experts_total"],
+            expert_types=tuple(sorted(name.upper() for name in summary["expert_types"])),
+            expert_bytes=summary["expert_bytes"],
+            slab_bytes_min=summary["slab_bytes_min"],
+            slab_bytes_max=summary["slab_bytes_max"],
+            other_bytes=summary["other_bytes"],
+            load_mode=_LOAD_MODES[self.mmap and not self._lora and not spice, self.mlock],
+            repack=self.options.repack if spice else True,
+            io_threads=self.options.io_threads if spice else 0,
+            n_threads=n_threads,
+            n_threads_batch=n_threads_batch,
+            exact=exactness is not REPACKED,
+            exactness=exactness,
+        )

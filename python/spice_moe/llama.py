@@ -1,0 +1,191 @@
+"""``spice_moe.Llama``: llama-cpp-python's ``Llama``, with the experts in SPICE's hands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import llama_cpp
+
+from . import _core
+from .attachment import Attachment
+from .errors import (
+    SpiceError,
+    SpiceFileNotFoundError,
+    SpiceFormatError,
+    SpiceMemoryError,
+    SpiceUnsupportedError,
+    from_code,
+)
+from .options import ProgressCallback, SpiceOptions
+from .stats import Spice
+
+# What llama.cpp logs when an allocation fails, in its loader and in its contexts.
+_MEMORY_WORDS = ("failed to allocate", "unable to allocate", "bad_alloc", "out of memory")
+_UNSUPPORTED_WORDS = ("unknown model architecture", "unknown pre-tokenizer", "unsupported", "not supported")
+# How the parent's exceptions begin when llama.cpp returned NULL.
+_LOAD_FAILED = ("Failed to load model", "Failed to get vocab", "Failed to create llama_context")
+
+
+class Llama(llama_cpp.Llama):
+    """A drop-in for ``llama_cpp.Llama`` that reads the experts of a MoE model only when they are needed.
+
+    Every argument of ``llama_cpp.Llama`` works as it does there. SPICE's own are keyword-only: ``spice``, a
+    :class:`SpiceOptions`, and its fields as shortcuts that win over it. A dense model, ``vocab_only`` and
+    ``enabled=False`` load with plain llama.cpp, and :attr:`spice` says so.
+
+    ``use_mmap`` has no effect on a model that SPICE runs: llama.cpp would read the whole file.
+
+    Raises:
+        SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError, SpiceIOError, SpiceMemoryError:
+            the model cannot be loaded; nothing stays allocated. Computing may raise the last two as well:
+            that call failed, the next one works.
+        TypeError, ValueError: an option or argument makes no sense.
+    """
+
+    spice: Spice
+    """The plan (``llm.spice.plan``) and the counters (``llm.spice.stats()``) of this model."""
+
+    _attachment: Attachment | None = None
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        spice: SpiceOptions | None = None,
+        enabled: bool | None = None,
+        repack: bool | None = None,
+        io_threads: int | None = None,
+        progress: ProgressCallback | bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        options = (spice or SpiceOptions()).with_overrides(
+            enabled=enabled, repack=repack, io_threads=io_threads, progress=progress
+        )
+        path = os.fspath(model_path)
+        if not os.path.exists(path):  # noqa: PTH110  (the parent accepts what this accepts)
+            raise SpiceFileNotFoundError(f"no such file: {path}")
+        attachment = self._attachment = Attachment(path, options, kwargs)
+        try:
+            with (
+                attachment.monitor,
+                _core.AbortGuard() as guard,
+                self._failures_of_load(attachment, guard, path),
+            ):
+                super().__init__(path, **kwargs)
+                attachment.finish_load()
+            if attachment.monitor.interrupted is not None:  # too late for the loader to stop
+                raise attachment.monitor.interrupted
+        except BaseException:
+            self.close()
+            raise
+        plan = attachment.plan(n_threads=self.n_threads, n_threads_batch=self.n_threads_batch)
+        self.spice = Spice(plan, attachment.core)
+        if self.verbose:
+            print(plan, file=sys.stderr)
+
+    # The parent builds its load parameters in this attribute, field by field, and passes it to the loader
+    # last of all: whoever reads it gets SPICE's fields on top of whatever the parent has set so far.
+    @property
+    def model_params(self) -> llama_cpp.llama_model_params:
+        """The ``llama_model_params`` of the load."""
+        if self._attachment is not None:
+            self._attachment.apply(self._model_params)
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: llama_cpp.llama_model_params) -> None:
+        self._model_params = params
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens as the parent does. Raises SpiceError subclasses when an expert cannot be had."""
+        with self._failures_of_compute():
+            super().eval(tokens)
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed text as the parent does. Raises SpiceError subclasses when an expert cannot be had."""
+        with self._failures_of_compute():
+            return super().embed(*args, **kwargs)
+
+    def close(self) -> None:
+        """Free the model, its contexts, and then SPICE's memory and threads. Safe to call twice."""
+        if hasattr(self, "_stack"):  # absent when __init__ failed early
+            super().close()
+        spice: Spice | None = self.__dict__.get("spice")
+        if spice is not None:
+            spice.detach()
+        if self._attachment is not None:
+            self._attachment.close()
+
+    def __del__(self) -> None:
+        # At interpreter exit, parts of the parent's modules may be gone already.
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        attachment = self._attachment
+        assert attachment is not None
+        # The parent would report the load mode that SPICE set, not the one that the user asked for.
+        return {
+            **super().__getstate__(),
+            "use_mmap": attachment.mmap,
+            "use_mlock": attachment.mlock,
+            "spice": attachment.options,
+        }
+
+    @contextlib.contextmanager
+    def _failures_of_compute(self) -> Iterator[None]:
+        """llama.cpp only says that a decode failed; the core knows why."""
+        try:
+            yield
+        except RuntimeError as error:
+            cause = None if self._attachment is None else self._attachment.take_error()
+            if cause is None:
+                raise
+            raise from_code(*cause) from error
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _failures_of_load(attachment: Attachment, guard: _core.AbortGuard, path: str) -> Iterator[None]:
+        """Turn what the parent raises for a load that failed into the SpiceError that says why."""
+        try:
+            yield
+        except SpiceError:
+            raise
+        except UnicodeDecodeError as error:
+            raise SpiceFormatError(
+                f"{path}: the model's texts are not UTF-8 ({error}); get the file again"
+            ) from error
+        except (ValueError, RuntimeError) as error:
+            if attachment.monitor.interrupted is not None:
+                raise attachment.monitor.interrupted from None
+            cause = attachment.take_error()
+            if cause is not None:
+                raise from_code(*cause) from error
+            if attachment.monitor.stopped:
+                raise SpiceError(f"{path}: the progress callback stopped the load") from error
+            if guard.message is None and not str(error).startswith(_LOAD_FAILED):
+                raise  # an argument that the parent refuses: its own words are the best
+            raise _load_failure(path, str(error), guard.message, attachment.monitor.messages) from error
+
+
+def _load_failure(path: str, parent: str, abort: str | None, log: list[str]) -> SpiceError:
+    """The exception for a model that llama.cpp refused, from what its guard and its log say."""
+    reason = (
+        abort or next((line for line in log if "error" in line.lower()), None) or (log[-1] if log else parent)
+    )
+    said = "\n".join(log).lower()
+    if any(word in said for word in _MEMORY_WORDS):
+        return SpiceMemoryError(
+            f"{path}: not enough memory: {reason}; use a smaller n_ctx or a smaller model"
+        )
+    if abort is None and any(word in said for word in _UNSUPPORTED_WORDS):
+        return SpiceUnsupportedError(f"{path}: llama.cpp cannot run this model: {reason}")
+    if abort is None and "context" in parent:
+        return SpiceUnsupportedError(f"{path}: llama.cpp made no context for this model: {reason}")
+    return SpiceFormatError(
+        f"{path}: llama.cpp refused the model: {reason}; the file may be damaged, get it again"
+    )

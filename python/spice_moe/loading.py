@@ -1,0 +1,148 @@
+"""While llama.cpp loads a model: progress, Ctrl-C, and what the loader says when it refuses.
+
+llama.cpp's loader reports failures as NULL and a log line. :class:`LoadMonitor` keeps those lines for the
+exception, and turns an exception of a progress callback (KeyboardInterrupt above all) into a stopped load
+that raises it, where ctypes alone would print and forget it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TextIO
+
+import llama_cpp
+
+from .options import ProgressCallback
+
+_WARN, _ERROR, _CONT = 3, 4, 5  # enum ggml_log_level; "cont" continues the line before
+_KEPT_LINES = 20
+_BAR_DELAY_S = 0.5  # a load shorter than this shows no bar
+_BAR_WIDTH = 30
+
+# The log callback of llama.cpp is one global, so loads that listen to it take turns.
+_log_lock = threading.RLock()
+
+
+class ProgressBar:
+    """A bar on stderr that appears once a load takes longer than half a second."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._started = time.monotonic()
+        self._shown = -1
+        self._stream = _private_stderr()
+
+    def __call__(self, fraction: float) -> None:
+        percent = int(100 * fraction)
+        if percent == self._shown or time.monotonic() - self._started < _BAR_DELAY_S:
+            return
+        self._shown = percent
+        bar = "#" * int(_BAR_WIDTH * fraction)
+        self._write(f"\r{self._label} [{bar:<{_BAR_WIDTH}}] {percent:3d} %")
+
+    def close(self) -> None:
+        """Wipe the bar, so that what follows starts on a clean line."""
+        if self._shown >= 0:
+            self._write("\r\x1b[2K")
+        if self._stream is not sys.stderr:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+
+    def _write(self, text: str) -> None:
+        # A closed terminal must not end a load.
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _private_stderr() -> TextIO:
+    """A stream to today's stderr: llama-cpp-python points the real one to nowhere while it loads quietly."""
+    try:
+        return os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
+    except (OSError, ValueError, AttributeError):
+        return sys.stderr  # a notebook, or a test that captures: not a file descriptor
+
+
+class LoadMonitor:
+    """Listens to one load. Use as a context manager around it, in the thread that loads.
+
+    ``portion`` is the share of the file's weights that llama.cpp really reads: it reports progress against
+    all of them, experts included, so its fractions are stretched by it.
+    """
+
+    def __init__(self, progress: ProgressCallback | bool | None, *, portion: float, verbose: bool) -> None:
+        self._bar = ProgressBar("loading") if progress is True else None
+        self._report: ProgressCallback | None = self._bar or (progress if callable(progress) else None)
+        self._portion = max(portion, 1e-9)
+        self._verbose = verbose
+        self._level = 0
+        self._lines: list[str] = []
+        self._exit = contextlib.ExitStack()
+        self.interrupted: BaseException | None = None  #: what a callback raised; the load was told to stop
+        self.stopped = False  #: the progress callback returned False
+        self.progress_callback = llama_cpp.llama_progress_callback(self._on_progress)
+
+    @property
+    def messages(self) -> list[str]:
+        """Warnings and errors that llama.cpp logged during the load, oldest first."""
+        return [line.strip() for line in self._lines if line.strip()]
+
+    def __enter__(self) -> LoadMonitor:
+        self._exit.enter_context(self._listening())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _on_progress(self, fraction: float, _user_data: int | None) -> bool:
+        try:
+            if self.interrupted is not None:
+                return False
+            if self._report is not None:
+                self.stopped |= self._report(min(1.0, fraction / self._portion)) is False
+        except BaseException as error:
+            self.interrupted = error
+            return False
+        return not self.stopped
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        forward = llama_cpp.llama_log_callback()
+        user_data = ctypes.c_void_p()
+
+        def on_log(level: int, text: bytes, _user_data: int | None) -> None:
+            try:
+                self._level = self._level if level == _CONT else level
+                if self._level in (_WARN, _ERROR):
+                    self._keep(text.decode("utf-8", "replace"), continued=level == _CONT)
+                if self._verbose and forward:
+                    forward(level, text, user_data)
+            except BaseException as error:
+                self.interrupted = error
+
+        listener = llama_cpp.llama_log_callback(on_log)
+        with _log_lock:
+            llama_cpp.llama_log_get(ctypes.byref(forward), ctypes.byref(user_data))
+            llama_cpp.llama_log_set(listener, ctypes.c_void_p(0))
+            try:
+                yield
+            finally:
+                llama_cpp.llama_log_set(forward, user_data)
+
+    def _keep(self, text: str, *, continued: bool) -> None:
+        if continued and self._lines:
+            self._lines[-1] += text
+        else:
+            self._lines.append(text)
+            del self._lines[:-_KEPT_LINES]

@@ -1,0 +1,50 @@
+"""What a user can ask of SPICE, checked when it is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Called with the loaded fraction, 0.0 to 1.0; returning False (not None) stops the load.
+ProgressCallback = Callable[[float], "bool | None"]
+
+MAX_IO_THREADS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpiceOptions:
+    """Options of SPICE for one model. The defaults are exact: output bit-identical to llama.cpp's.
+
+    Raises ``TypeError`` or ``ValueError``, naming the option, when a value makes no sense.
+    """
+
+    enabled: bool = True
+    """False loads the model with plain llama.cpp, as ``llama_cpp.Llama`` would."""
+
+    repack: bool = False
+    """Let llama.cpp repack the weights that are not experts. Faster prompts on some CPUs; the last bits of
+    the logits may then differ from llama.cpp without repacking. Has no effect on plain models, which stay
+    as llama.cpp loads them."""
+
+    io_threads: int = 4
+    """Threads that read experts from disk (they sleep while there is nothing to read)."""
+
+    progress: ProgressCallback | bool | None = None
+    """Progress of loading: True draws a bar on stderr, a callable gets fractions, None or False is silent."""
+
+    def __post_init__(self) -> None:
+        for name in ("enabled", "repack"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int):
+            raise TypeError(f"io_threads must be a whole number, not {self.io_threads!r}")
+        if not 1 <= self.io_threads <= MAX_IO_THREADS:
+            raise ValueError(f"io_threads must be 1 to {MAX_IO_THREADS}, not {self.io_threads}")
+        if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
+            raise TypeError(f"progress must be True, False, None or a callable, not {self.progress!r}")
+
+    def with_overrides(self, **fields: Any) -> SpiceOptions:
+        """A copy with the given fields replaced; a field given as None keeps its value."""
+        return dataclasses.replace(self, **{k: v for k, v in fields.items() if v is not None})

@@ -1,0 +1,81 @@
+"""The resolved plan: what SPICE decided to do with one model, in plain words."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+EXACT = "exact: bit-identical to llama.cpp with repacking off"
+EXACT_STOCK = "exact: this is llama.cpp itself"
+REPACKED = "approximate in the last bits: llama.cpp repacks the weights that are not experts"
+
+
+def format_bytes(count: float) -> str:
+    """``1536`` -> ``"1.5 KiB"``: a byte count with a binary unit, one decimal from KiB up."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was resolved for one model. ``str(plan)`` is a short paragraph; ``to_dict()`` goes into JSON.
+
+    Sizes are in bytes. For a plain or dense model the expert fields describe the file, and nothing of SPICE
+    runs.
+    """
+
+    mode: Literal["spice", "plain"]
+    reason: str  #: why this mode
+    architecture: str  #: ``general.architecture`` of the GGUF
+    moe_layers: int  #: layers that hold routed experts
+    experts_per_layer: int  #: routed experts of a layer (the largest, if layers differ)
+    experts_used: int  #: routed experts that each token uses in a layer
+    experts_total: int  #: routed experts of all layers
+    expert_types: tuple[str, ...]  #: quantisations of the experts
+    expert_bytes: int  #: weights of all experts
+    slab_bytes_min: int  #: weights of the smallest expert
+    slab_bytes_max: int  #: weights of the largest expert
+    other_bytes: int  #: every other weight; llama.cpp holds these in memory
+    load_mode: str  #: how llama.cpp reads the other weights: "read", "read+mlock", "mmap", "mmap+mlock"
+    repack: bool  #: llama.cpp may repack weights (that are not experts, in mode "spice")
+    io_threads: int  #: threads that read experts; 0 in mode "plain"
+    n_threads: int  #: compute threads for single tokens
+    n_threads_batch: int  #: compute threads for batches
+    exact: bool  #: False when ``exactness`` names something lossy
+    exactness: str  #: one sentence on what the output may be compared with
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a dict of plain JSON types."""
+        fields = dataclasses.asdict(self)
+        fields["expert_types"] = list(self.expert_types)
+        return fields
+
+    def _experts(self) -> str:
+        types = "/".join(self.expert_types)
+        return (
+            f"{self.architecture}, {_count(self.moe_layers, 'MoE layer')} x {self.experts_per_layer} experts "
+            f"({self.experts_used} used per token), {format_bytes(self.expert_bytes)} of {types} experts"
+        )
+
+    def __str__(self) -> str:
+        threads = f"{_count(self.n_threads, 'compute thread')} ({self.n_threads_batch} for batches)"
+        if self.mode == "plain":
+            return (
+                f"plain llama.cpp ({self.reason}): {self.architecture}, weights by {self.load_mode}, "
+                f"{threads}; {self.exactness}"
+            )
+        return (
+            f"SPICE: {self._experts()} read at first use and kept in memory, "
+            f"{format_bytes(self.other_bytes)} of other weights {self.load_mode} at load; {threads}, "
+            f"{_count(self.io_threads, 'I/O thread')}; {self.exactness}"
+        )

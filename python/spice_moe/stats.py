@@ -1,0 +1,71 @@
+"""``llm.spice``: the plan of a model, and the counters of what really happened."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .plan import Plan
+
+#: Every counter of ``llm.spice.stats()`` and what it counts, since the load or the last ``reset_stats()``.
+COUNTERS: dict[str, str] = {
+    "layer_calls": "MoE layers that SPICE computed (one per layer and micro-batch)",
+    "graph_calls": "pieces of llama.cpp's compute graph that were handed to SPICE",
+    "matmul_nodes": "matrix products by experts (three per layer call, two where gate and up are fused)",
+    "expert_rows": "expert evaluations: tokens x experts used, summed over the layer calls",
+    "experts_requested": "experts that layer calls needed, each counted once per layer call",
+    "experts_missed": "of these, experts that were not in memory and had to be waited for",
+    "slabs_read": "experts read from disk",
+    "bytes_read": "bytes read from disk for experts",
+    "read_seconds": "seconds that layer calls waited for reads",
+    "resident_experts": "experts in memory now",
+    "resident_bytes": "bytes of the experts in memory now",
+    "delegated_nodes": "graph nodes in SPICE's pieces that ran on ggml's CPU backend unchanged",
+    "failures": "layer calls that failed; the Python call raised an exception",
+}
+
+#: Counters that say what is there now; reset_stats() leaves them alone.
+GAUGES = frozenset({"resident_experts", "resident_bytes"})
+
+
+class Counting(Protocol):
+    """The part of the compiled ``_core.Model`` that counts."""
+
+    def stats(self) -> dict[str, int | float]: ...
+
+    def reset_stats(self) -> None: ...
+
+
+class Spice:
+    """The handle ``llm.spice``. Any thread may call it; nothing blocks."""
+
+    def __init__(self, plan: Plan, core: Counting | None) -> None:
+        self.plan = plan
+        self._core = core
+        self._last: dict[str, int | float] = dict.fromkeys(COUNTERS, 0)
+
+    def stats(self) -> dict[str, Any]:
+        """The counters (see :data:`COUNTERS`) and, under ``"plan"``, the resolved plan as a dict.
+
+        A plain model counts nothing: all zero. After ``close()`` the last values stay readable, except that
+        nothing is resident any more.
+        """
+        if self._core is not None:
+            self._last = dict(self._core.stats())
+        return {**self._last, "plan": self.plan.to_dict()}
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero, except those that say what is in memory now."""
+        if self._core is not None:
+            self._core.reset_stats()
+        else:
+            self._last.update(dict.fromkeys(self._last.keys() - GAUGES, 0))
+
+    def detach(self) -> None:
+        """Keep the last counters and let go of the core, which is about to be freed."""
+        if self._core is not None:
+            self._last = dict(self._core.stats())
+            self._last.update(dict.fromkeys(GAUGES, 0))
+            self._core = None
+
+    def __repr__(self) -> str:
+        return f"<{self.plan}>"
