@@ -21,12 +21,14 @@
 namespace spice {
 
 /// A scalar or string value of the header. Arrays keep only their element type and count (tokenizer tables
-/// are large and SPICE does not need them), except arrays of integers with at most 4096 elements (per-layer
-/// hyper-parameters), which are kept as a vector.
+/// are large and SPICE does not need them), except arrays of integers or booleans with at most 4096 elements
+/// (per-layer hyper-parameters), which are kept as a vector.
 struct GgufArray {
     uint32_t type = 0; ///< gguf element type
     uint64_t count = 0;
     std::vector<int64_t> ints; ///< see above
+    /// The array is `tokenizer.ggml.tokens` and a token occurs twice in it, on which llama.cpp aborts.
+    bool has_twins = false;
 };
 using GgufValue = std::variant<uint64_t, int64_t, double, bool, std::string, GgufArray>;
 
