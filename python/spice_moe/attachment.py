@@ -8,6 +8,7 @@ from typing import Any
 import llama_cpp
 
 from . import _core
+from .errors import SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, REPACKED, Plan
@@ -33,11 +34,19 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
     asked = {key: used for key, used in (kv_overrides or {}).items() if key.endswith(_USED_KEY)}
     # bool is an int to Python and a type mismatch to llama.cpp, which refuses it by itself.
     used = next((n for n in asked.values() if isinstance(n, int) and not isinstance(n, bool)), 0)
-    core = _core.Model(path, expert_used=used, io_threads=options.io_threads)
+    try:
+        core = _core.Model(path, expert_used=used, io_threads=options.io_threads)
+    except UnicodeDecodeError as error:  # a complaint that quotes the damaged name
+        raise not_utf8(path, error) from error
     if used and f"{core.summary()['architecture']}{_USED_KEY}" not in asked:  # meant for another architecture
         core.close()
         core = _core.Model(path, expert_used=0, io_threads=options.io_threads)
     return core
+
+
+def not_utf8(path: str, error: UnicodeDecodeError) -> SpiceFormatError:
+    """The exception for a header with texts that are not UTF-8."""
+    return SpiceFormatError(f"{path}: texts in the header are not UTF-8 ({error}); get the file again")
 
 
 class Attachment:

@@ -240,6 +240,10 @@ def _expert_override(args: argparse.Namespace) -> dict[str, int] | None:
     core.close()
     if summary["dense"]:
         raise UsageError(f"--experts-used: {args.model} is a dense model, it has no experts")
+    if args.experts_used > summary["n_expert"]:
+        raise UsageError(
+            f"--experts-used {args.experts_used}: {args.model} has {summary['n_expert']} experts"
+        )
     return {f"{summary['architecture']}.expert_used_count": args.experts_used}
 
 

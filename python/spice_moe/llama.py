@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jinja2
 import llama_cpp
 
 from . import _core
-from .attachment import Attachment
+from .attachment import Attachment, not_utf8
 from .errors import (
     SpiceError,
     SpiceFileNotFoundError,
@@ -156,9 +157,9 @@ class Llama(llama_cpp.Llama):
         except SpiceError:
             raise
         except UnicodeDecodeError as error:
-            raise SpiceFormatError(
-                f"{path}: the model's texts are not UTF-8 ({error}); get the file again"
-            ) from error
+            raise not_utf8(path, error) from error
+        except jinja2.TemplateError as error:
+            raise SpiceFormatError(f"{path}: the model's chat template is broken: {error}") from error
         except (ValueError, RuntimeError) as error:
             if attachment.monitor.interrupted is not None:
                 raise attachment.monitor.interrupted from None
