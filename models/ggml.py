@@ -125,11 +125,12 @@ def quiet() -> Iterator[None]:
         llama_cpp.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
 
 
-def quantize(src: Path, dst: Path, ftype: str, *, threads: int = 1) -> Path:
+def quantize(src: Path, dst: Path, ftype: str, *, threads: int = 1, requantize: bool = False) -> Path:
     """Quantise a GGUF file with llama.cpp's own quantiser, every matrix to the same type (`pure`).
 
     Args:
-        src: an F32, BF16 or F16 file. dst: the file to write. ftype: a tensor type, for instance "Q4_K".
+        src: an F32, BF16 or F16 file (any other with `requantize`). dst: the file to write.
+        ftype: a tensor type, for instance "Q4_K".
     Returns: dst. Matrices whose rows do not fit the type get llama.cpp's fallback; routers and vectors stay.
     Raises: ValueError for a type that has no file type of its own, RuntimeError if llama.cpp fails.
     """
@@ -139,6 +140,7 @@ def quantize(src: Path, dst: Path, ftype: str, *, threads: int = 1) -> Path:
     params.nthread = threads
     params.ftype = _FTYPE[ftype.upper()]
     params.pure = True
+    params.allow_requantize = requantize
     with quiet():
         code = llama_cpp.llama_model_quantize(str(src).encode(), str(dst).encode(), ctypes.byref(params))
     if code != 0:
