@@ -88,7 +88,9 @@ def row_bytes(kind: GGMLType, n_per_row: int) -> int:
 
 
 def quantize_rows(values: NDArray[np.float32], kind: GGMLType) -> NDArray[np.uint8]:
-    """Encode float32 [..., n_per_row] as `kind`: bytes [..., row_bytes]. No importance matrix.
+    """Encode float32 [..., n_per_row] as `kind`: bytes [..., row_bytes].
+
+    No importance matrix; the types that demand one get one that makes all values equally important.
 
     Raises ValueError for a row that does not fit the block and for types that ggml cannot encode this way.
     """
@@ -99,14 +101,14 @@ def quantize_rows(values: NDArray[np.float32], kind: GGMLType) -> NDArray[np.uin
     base = library("ggml-base")
     needs_imatrix = base.ggml_quantize_requires_imatrix
     needs_imatrix.restype, needs_imatrix.argtypes = ctypes.c_bool, [ctypes.c_int]
-    if needs_imatrix(int(kind)):
-        raise ValueError(f"{kind.name} needs an importance matrix")
+    even = np.ones(values.shape[-1], dtype=np.float32)
+    importance = even.ctypes.data if needs_imatrix(int(kind)) else None
     chunk = base.ggml_quantize_chunk
     chunk.restype = ctypes.c_size_t
     chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
     out = np.empty(shape, dtype=np.uint8)
     rows = values.size // values.shape[-1]
-    written = chunk(int(kind), values.ctypes.data, out.ctypes.data, 0, rows, values.shape[-1], None)
+    written = chunk(int(kind), values.ctypes.data, out.ctypes.data, 0, rows, values.shape[-1], importance)
     if written != out.nbytes:
         raise ValueError(f"ggml encoded {written} bytes of {kind.name}, expected {out.nbytes}")
     return out
