@@ -58,7 +58,11 @@ class FromHeader(Architecture):
     either: bool = False
 
     def plain_tensors(self, d: Dims) -> list[Tensor]:
-        """Raises ValueError if llama.cpp refuses the header. Memory is reserved but not touched."""
+        """Raises ValueError if llama.cpp refuses the header.
+
+        Memory is reserved, though not touched: about 4 bits for each weight of an expert, which the system
+        grants up to the memory of the machine.
+        """
         out: list[Tensor] = []
         for name, shape in created(self.arch, self.common_header(d), d).items():
             if _SCALE.search(name) or (self.omit and re.search(self.omit, name)):
@@ -126,7 +130,7 @@ def created(arch: str, header: dict[str, Value], d: Dims) -> dict[str, tuple[int
     with _metadata(arch, header, d) as metadata, quiet():
         model = llama_cpp.llama_model_init_from_user(metadata, callback, None, params)
         if not model:
-            raise ValueError(f"llama.cpp refuses the header of {arch}")
+            raise ValueError(f"llama.cpp refuses the header of {arch}, or lacks memory for this size")
         llama_cpp.llama_model_free(model)
     return found
 
