@@ -21,8 +21,8 @@ class Recipe:
     """
 
     features: int = 16
-    context: float = 1.9
-    decay: float = 0.83
+    context: float = 1.5
+    decay: float = 0.9
     sink: float = 6.0
     drift: float = 0.053
     slow: float = 0.1
@@ -92,26 +92,31 @@ REAL: dict[str, Real] = {
         Real(
             "qwen3-30b-a3b", "qwen3moe", layers=48, embd=2048, heads=32, kv_heads=4, head_dim=128,
             experts=128, used=8, ff=768, vocab=151936, file_type="Q4_K_M", context=40960, rope_base=1e6,
+            recipe=Recipe(context=2.8, decay=0.85, drift=0.03, skew=0.92),
             target="qwen3-30b-a3b", dense_ff=6144, norms="head", renormalised=True,
         ),
         Real(
             "gpt-oss-20b", "gpt-oss", layers=24, embd=2880, heads=64, kv_heads=8, head_dim=64,
             experts=32, used=4, ff=2880, vocab=201088, file_type="MXFP4", context=131072, rope_base=150000.0,
+            recipe=Recipe(context=1.3, decay=0.85, drift=0.045, skew=0.35),
             target="gpt-oss-120b", renormalised=True, epsilon=1e-5,
         ),
         Real(
             "qwen1.5-moe-a2.7b", "qwen2moe", layers=24, embd=2048, heads=16, kv_heads=16, head_dim=128,
             experts=60, used=4, ff=1408, vocab=151936, file_type="Q5_K_M", context=8192, rope_base=1e6,
+            recipe=Recipe(context=1.6, decay=1.0, drift=0.031),
             target="qwen1.5-moe-a2.7b", dense_ff=5632, shared_ff=5632,
         ),
         Real(
             "olmoe-1b-7b", "olmoe", layers=16, embd=2048, heads=16, kv_heads=16, head_dim=128,
             experts=64, used=8, ff=1024, vocab=50304, file_type="Q4_K_M", context=4096, rope_base=1e4,
+            recipe=Recipe(context=3.6, decay=0.78, drift=0.045, skew=0.3),
             target="olmoe-1b-7b", norms="full", epsilon=1e-5,
         ),
         Real(
             "mixtral-8x7b", "llama", layers=32, embd=4096, heads=32, kv_heads=8, head_dim=128,
             experts=8, used=2, ff=14336, vocab=32000, file_type="Q4_K_M", context=32768, rope_base=1e6,
+            recipe=Recipe(context=1.0),
             target="", renormalised=True, neox=False, epsilon=1e-5,
         ),
     )
