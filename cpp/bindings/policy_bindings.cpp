@@ -7,8 +7,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace py = pybind11;
 using namespace spice;
@@ -73,6 +77,47 @@ py::dict on_routing(const Array<int32_t> &ids, const Array<int32_t> &lens, int32
     return to_dict(result->value());
 }
 
+/// A strategy for tests: refuses what the contract leaves undefined.
+class CheckedEviction {
+  public:
+    CheckedEviction(const std::string &name, int32_t n_groups, int32_t n_experts, int32_t n_slots,
+                    int32_t top_k)
+        : n_groups_(n_groups), n_experts_(n_experts),
+          eviction_(policy::make_eviction(name, {n_groups, n_experts, n_slots, top_k})) {
+        if (eviction_ == nullptr) throw py::value_error("unknown strategy, or an impossible shape");
+    }
+    void begin_call(int32_t group, const std::vector<int32_t> &experts, const std::vector<float> &weights) {
+        for (const int32_t expert : experts) check({group, expert});
+        eviction_->begin_call(group, experts, weights);
+    }
+    void on_load(int32_t group, int32_t expert) {
+        check({group, expert});
+        if (!resident_.insert({group, expert}).second) throw py::value_error("is resident already");
+        eviction_->on_load({group, expert});
+    }
+    void on_evict(int32_t group, int32_t expert) {
+        if (resident_.erase({group, expert}) == 0) throw py::value_error("is not resident");
+        eviction_->on_evict({group, expert});
+    }
+    std::optional<std::pair<int32_t, int32_t>> victim(const py::function &evictable) {
+        const auto id = eviction_->victim(
+            [&](policy::SlabId slab) { return evictable(slab.group, slab.expert).cast<bool>(); });
+        if (!id) return std::nullopt;
+        return std::pair(id->group, id->expert);
+    }
+
+  private:
+    void check(policy::SlabId id) const {
+        if (id.group < 0 || id.group >= n_groups_ || id.expert < 0 || id.expert >= n_experts_) {
+            throw py::value_error("no such slab");
+        }
+    }
+    int32_t n_groups_;
+    int32_t n_experts_;
+    std::set<std::pair<int32_t, int32_t>> resident_;
+    std::unique_ptr<policy::Eviction> eviction_;
+};
+
 } // namespace
 
 void bind_policy(py::module_ &m) {
@@ -110,4 +155,14 @@ void bind_policy(py::module_ &m) {
         py::arg("batch") = 1, py::arg("prefill") = 0, py::arg("wave") = 0, py::arg("keep") = false,
         py::arg("per_layer") = false,
         "The optimum for the same calls, knowing the future: one pool, or split equally over the layers.");
+    py::class_<CheckedEviction>(policy, "Eviction",
+                                "One strategy object, for tests; see cpp/policy/eviction.h.")
+        .def(py::init<const std::string &, int32_t, int32_t, int32_t, int32_t>(), py::arg("name"),
+             py::kw_only(), py::arg("n_groups"), py::arg("n_experts"), py::arg("n_slots"),
+             py::arg("top_k") = 0)
+        .def("begin_call", &CheckedEviction::begin_call, py::arg("group"), py::arg("experts"),
+             py::arg("weights") = std::vector<float>{})
+        .def("on_load", &CheckedEviction::on_load, py::arg("group"), py::arg("expert"))
+        .def("on_evict", &CheckedEviction::on_evict, py::arg("group"), py::arg("expert"))
+        .def("victim", &CheckedEviction::victim, py::arg("evictable"));
 }

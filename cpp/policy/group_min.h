@@ -11,6 +11,7 @@
 #include "policy/eviction.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <limits>
 #include <vector>
@@ -22,7 +23,8 @@ class GroupMin {
   public:
     explicit GroupMin(const PoolShape &shape)
         : n_groups_(static_cast<size_t>(shape.n_groups)), n_experts_(static_cast<size_t>(shape.n_experts)),
-          keys_(n_groups_ * n_experts_, absent), refused_(n_groups_ * n_experts_, 0), groups_(n_groups_) {}
+          stride_((n_experts_ + lanes - 1) / lanes * lanes), keys_(n_groups_ * stride_, absent),
+          refused_(n_groups_ * stride_, 0), groups_(n_groups_) {}
 
     /// Keys of residents must be below this.
     static constexpr Key absent = std::numeric_limits<Key>::max();
@@ -51,7 +53,7 @@ class GroupMin {
 
     /// New keys for all residents of a group, from one value per expert.
     void update_group(int32_t group, const Key *keys) {
-        Key *to = &keys_[static_cast<size_t>(group) * n_experts_];
+        Key *to = &keys_[static_cast<size_t>(group) * stride_];
         for (size_t e = 0; e < n_experts_; ++e) to[e] = to[e] == absent ? absent : keys[e];
         groups_[static_cast<size_t>(group)].known = false;
     }
@@ -69,7 +71,7 @@ class GroupMin {
             decltype(value(int32_t{}, Key{})) best_value{};
             for (size_t g = 0; g < n_groups_; ++g) {
                 Group &group = groups_[g];
-                if (!group.known) find_min(g, false);
+                if (!group.known) find_min(g);
                 if (group.min_key == absent) continue;
                 const auto v = value(static_cast<int32_t>(g), group.min_key);
                 if (best == n_groups_ || v < best_value) {
@@ -85,14 +87,14 @@ class GroupMin {
             }
             refused_[flat(id)] = round_;
             any_refused_ = true;
-            find_min(best, true);
-            groups_[best].skewed = true;
+            find_min_not_refused(best);
         }
         forget_refusals();
         return std::nullopt;
     }
 
   private:
+    static constexpr size_t lanes = 16;
     struct Group {
         Key min_key = absent; ///< absent: no resident
         int32_t min_expert = 0;
@@ -103,21 +105,37 @@ class GroupMin {
     [[nodiscard]] size_t flat(SlabId id) const {
         assert(id.group >= 0 && static_cast<size_t>(id.group) < n_groups_ && id.expert >= 0 &&
                static_cast<size_t>(id.expert) < n_experts_);
-        return static_cast<size_t>(id.group) * n_experts_ + static_cast<size_t>(id.expert);
+        return static_cast<size_t>(id.group) * stride_ + static_cast<size_t>(id.expert);
     }
 
-    void find_min(size_t g, bool skip_refused) {
-        const Key *keys = &keys_[g * n_experts_];
-        const uint32_t *refused = &refused_[g * n_experts_];
+    /// The smallest key of a group, for all residents.
+    void find_min(size_t g) {
+        const Key *keys = &keys_[g * stride_];
+        std::array<Key, lanes> low;
+        low.fill(absent);
+        for (size_t e = 0; e < stride_; e += lanes) { // compilers make vector instructions of the inner loop
+            for (size_t lane = 0; lane < lanes; ++lane) {
+                low[lane] = keys[e + lane] < low[lane] ? keys[e + lane] : low[lane];
+            }
+        }
+        const Key min = *std::min_element(low.begin(), low.end());
+        const auto at = std::find(keys, keys + n_experts_, min) - keys;
+        groups_[g] = {min, static_cast<int32_t>(at), true, false};
+    }
+
+    /// The same without the slabs that were refused in this round.
+    void find_min_not_refused(size_t g) {
+        const Key *keys = &keys_[g * stride_];
+        const uint32_t *refused = &refused_[g * stride_];
         Key min = absent;
         size_t at = 0;
         for (size_t e = 0; e < n_experts_; ++e) {
-            if (keys[e] < min && !(skip_refused && refused[e] == round_)) {
+            if (keys[e] < min && refused[e] != round_) {
                 min = keys[e];
                 at = e;
             }
         }
-        groups_[g] = {min, static_cast<int32_t>(at), true, groups_[g].skewed};
+        groups_[g] = {min, static_cast<int32_t>(at), true, true};
     }
 
     void forget_refusals() {
@@ -130,6 +148,7 @@ class GroupMin {
 
     size_t n_groups_;
     size_t n_experts_;
+    size_t stride_;                 ///< n_experts_ rounded up to whole lanes
     std::vector<Key> keys_;         ///< by flat number; absent: not resident
     std::vector<uint32_t> refused_; ///< by flat number: the last round that refused it
     std::vector<Group> groups_;
