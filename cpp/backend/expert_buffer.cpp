@@ -138,7 +138,7 @@ std::shared_ptr<Attachment> Attachment::make(std::shared_ptr<Engine> engine) {
 }
 
 size_t Attachment::finish_load() {
-    for (ggml_tensor *tensor : renamed_) ggml_set_name(tensor, expert_tensor(tensor)->part->name.c_str());
+    for (ggml_tensor *tensor : renamed_) ggml_set_name(tensor, expert_tensor(tensor)->info->name.c_str());
     const size_t n = renamed_.size();
     renamed_.clear();
     return n;
