@@ -14,6 +14,8 @@
 namespace py = pybind11;
 using namespace spice;
 
+void bind_policy(py::module_ &m); // policy_bindings.cpp
+
 namespace {
 
 void raise_if(const Status &status) {
@@ -167,6 +169,7 @@ PYBIND11_MODULE(_core, m) {
     m.attr("LLAMA_CPP_PYTHON") = SPICE_LLAMA_CPP_PYTHON;
     m.def("runtime_ggml_version", [] { return std::string(ggml_version()); });
     m.def("register_backend", [] { raise_if(register_plugin()); });
+    bind_policy(m);
 
     py::class_<Model>(m, "Model")
         .def(py::init<const std::string &, int64_t, int32_t, uint64_t, const std::string &, bool>(),

@@ -11,8 +11,8 @@ namespace {
 
 using Factory = std::unique_ptr<Eviction> (*)(const PoolShape &);
 
-constexpr std::array<std::string_view, 1> names{"lru"};
-constexpr std::array<Factory, 1> factories{make_lru};
+constexpr std::array<std::string_view, 5> names{"spice", "least-stale", "lru", "lfu", "on-demand"};
+constexpr std::array<Factory, 5> factories{make_spice, make_least_stale, make_lru, make_lfu, make_on_demand};
 static_assert(names.size() == factories.size());
 
 bool possible(const PoolShape &shape) {

@@ -40,6 +40,7 @@ struct PoolShape {
     int32_t n_groups = 0;
     int32_t n_experts = 0; ///< per group, the maximum
     int32_t n_slots = 0;   ///< how many slabs the pool can hold (about, if sizes are mixed): a hint
+    int32_t top_k = 0; ///< experts per token, 0: unknown; tells the calls of many tokens from those of one
 };
 
 /// A predicate over slabs that does not own what it calls: make it from a lambda in the call's argument list.
@@ -69,7 +70,9 @@ class Eviction {
     [[nodiscard]] virtual std::string_view name() const = 0;
 
     /// A layer call begins. `experts`: what it routes to, each once, in any order, resident or not.
-    /// `weights`: for each of them its gate weight summed over the tokens of the call, or empty when unknown.
+    /// `weights`: for each of them its gate weight summed over the tokens of the call or, where gate weights
+    /// are not known, the number of tokens that use it (only the relative size matters); empty when neither
+    /// is known.
     virtual void begin_call(int32_t group, std::span<const int32_t> experts,
                             std::span<const float> weights) = 0;
 

@@ -24,7 +24,8 @@ class Plan:
     """until: when the learning rate reaches zero and training ends, as seconds since the epoch.
 
     decay: seconds before that in which it falls linearly; until then it is constant after `warmup` steps.
-    rows, time: shape of a step's batch. steps: stop after so many, whatever the time. balance: weight of the load-balancing loss.
+    rows, time: shape of a step's batch. balance: weight of the load-balancing loss.
+    steps: stop after so many, whatever the time.
     """
 
     until: float

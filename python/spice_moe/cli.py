@@ -317,8 +317,10 @@ def _read_line() -> str:
         return line
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (its import gives input() editing and a history)
-    # input() prompts on stdout, which is for the model's text; the terminal is the same one.
-    return input("> ")
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)  # stdout is for the model's text
+    return input()
 
 
 def _summary(llm: MeteredLlama) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import llama_cpp
+import llama_cpp._internals as internals
 
 from . import _core
 from .attachment import Attachment, not_utf8
@@ -67,8 +68,9 @@ class Llama(llama_cpp.Llama):
             enabled=enabled, repack=repack, io_threads=io_threads, progress=progress
         )
         path = os.fspath(model_path)
-        if not os.path.exists(path):  # noqa: PTH110  (the parent accepts what this accepts)
-            raise SpiceFileNotFoundError(f"no such file: {path}")
+        for file in filter(None, (path, kwargs.get("lora_path"))):
+            if not os.path.exists(file):  # noqa: PTH110  (the parent accepts what this accepts)
+                raise SpiceFileNotFoundError(f"no such file: {file}")
         attachment = self._attachment = Attachment(path, options, kwargs)
         try:
             with (
@@ -77,7 +79,8 @@ class Llama(llama_cpp.Llama):
                 self._failures_of_load(attachment, guard, path),
             ):
                 super().__init__(path, **kwargs)
-                attachment.finish_load()
+                if self.lora_path and not self._lora_adapter:  # NULL, which the parent takes for an adapter
+                    raise _lora_failure(self.lora_path, attachment)
             if attachment.monitor.interrupted is not None:  # too late for the loader to stop
                 raise attachment.monitor.interrupted
         except BaseException:
@@ -100,6 +103,17 @@ class Llama(llama_cpp.Llama):
     @model_params.setter
     def model_params(self, params: llama_cpp.llama_model_params) -> None:
         self._model_params = params
+
+    # The parent sets this as soon as llama.cpp has loaded the model, before contexts and LoRA adapters.
+    @property
+    def _model(self) -> internals.LlamaModel:
+        return self._loaded_model
+
+    @_model.setter
+    def _model(self, model: internals.LlamaModel) -> None:
+        self._loaded_model = model
+        if self._attachment is not None:
+            self._attachment.finish_load()
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens as the parent does. Raises SpiceError subclasses when an expert cannot be had."""
@@ -171,6 +185,15 @@ class Llama(llama_cpp.Llama):
             if guard.message is None and not str(error).startswith(_LOAD_FAILED):
                 raise  # an argument that the parent refuses: its own words are the best
             raise _load_failure(path, str(error), guard.message, attachment.monitor.messages) from error
+
+
+def _lora_failure(lora: str, attachment: Attachment) -> SpiceError:
+    """The exception for a LoRA adapter that llama.cpp refused."""
+    cause = attachment.take_error()
+    if cause is not None:
+        return SpiceUnsupportedError(f"{lora}: SPICE cannot apply an adapter to expert weights ({cause[1]})")
+    reason = next((line for line in attachment.monitor.messages if "lora" in line), "no reason given")
+    return SpiceFormatError(f"{lora}: llama.cpp refused the LoRA adapter: {reason}")
 
 
 def _load_failure(path: str, parent: str, abort: str | None, log: list[str]) -> SpiceError:

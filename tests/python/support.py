@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,24 @@ class Counts:
         assert stats["layer_calls"] == batches * plan.moe_layers
         assert stats["expert_rows"] == tokens * plan.experts_used * plan.moe_layers
         assert stats["failures"] == 0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What this process holds now, from /proc (Linux)."""
+
+    files: int
+    threads: int
+    resident_bytes: int
+
+
+def usage() -> Usage:
+    """Raises OSError where there is no /proc."""
+    status = dict(
+        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+    )
+    return Usage(
+        files=len(list(Path("/proc/self/fd").iterdir())),
+        threads=int(status["Threads"]),
+        resident_bytes=1024 * int(status["VmRSS"].split()[0]),
+    )
