@@ -28,11 +28,10 @@ void raise_if(const Status &status) {
 
 class Model {
   public:
-    Model(const std::string &path, int64_t expert_used, int32_t io_threads, uint64_t ram_budget,
-          const std::string &eviction, bool direct_io) {
+    Model(const std::string &path, int64_t expert_used, int32_t io_threads, const std::string &eviction,
+          bool direct_io) {
         const EngineOptions options = {.expert_used = expert_used,
                                        .io_threads = io_threads,
-                                       .ram_budget = ram_budget,
                                        .eviction = eviction,
                                        .direct_io = direct_io,
                                        .ops = nullptr};
@@ -172,9 +171,13 @@ PYBIND11_MODULE(_core, m) {
     bind_policy(m);
 
     py::class_<Model>(m, "Model")
-        .def(py::init<const std::string &, int64_t, int32_t, uint64_t, const std::string &, bool>(),
-             py::arg("path"), py::arg("expert_used") = 0, py::arg("io_threads") = 4,
-             py::arg("ram_budget") = 0, py::arg("eviction") = "", py::arg("direct_io") = true)
+        .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool>(), py::arg("path"),
+             py::arg("expert_used") = 0, py::arg("io_threads") = 4, py::arg("ram_budget") = 0,
+             py::arg("eviction") = "", py::arg("direct_io") = true)
+        .def(
+            "build_pool",
+            [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },
+            py::arg("budget"))
         .def("pool", &pool)
         .def("summary", &summary)
         .def("stats", &stats)

@@ -1,7 +1,6 @@
 #include "runtime/engine.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace spice {
 
@@ -64,7 +63,15 @@ Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path,
     if (!reader.ok()) return reader.status();
     engine->reader_ = reader.take();
     engine->build_groups();
-    if (Status status = engine->build_pools(options); !status.ok()) return status;
+    engine->plan_pool(options.expert_used);
+    const auto names = policy::eviction_names();
+    engine->plan_.eviction = options.eviction.empty() ? std::string(names.front()) : options.eviction;
+    if (std::ranges::find(names, engine->plan_.eviction) == names.end()) {
+        std::string known;
+        for (const std::string_view name : names) known += " " + std::string(name);
+        return Status(Code::unsupported, "no eviction strategy is called '" + engine->plan_.eviction +
+                                             "'; choose one of:" + known);
+    }
     return engine;
 }
 
@@ -125,11 +132,11 @@ void Engine::build_groups() {
     }
 }
 
-Status Engine::build_pools(const EngineOptions &options) {
+void Engine::plan_pool(int64_t expert_used) {
     const std::string arch = model_.architecture();
     const auto used = [&](const Group &group) {
-        const int64_t k = options.expert_used > 0
-                              ? options.expert_used
+        const int64_t k = expert_used > 0
+                              ? expert_used
                               : model_.get_int(arch + ".expert_used_count", group.layer).value_or(1);
         return std::clamp<int64_t>(k, 1, group.n_expert);
     };
@@ -144,43 +151,35 @@ Status Engine::build_pools(const EngineOptions &options) {
                 cls.slot_bytes * static_cast<uint64_t>(used(groups_[static_cast<size_t>(group)]));
         }
     }
-    const uint64_t budget = options.ram_budget == 0 ? plan_.everything : options.ram_budget;
-    if (budget < plan_.smallest) {
-        return {Code::budget, model_.files().front().path.string() + ": a budget of " +
-                                  std::to_string(budget) +
-                                  " bytes is too small for its experts; give at least " +
-                                  std::to_string(plan_.smallest) + " bytes"};
-    }
+}
 
-    const std::string_view strategy =
-        options.eviction.empty() ? policy::eviction_names().front() : std::string_view(options.eviction);
+Status Engine::build_pool(uint64_t budget) {
+    const std::lock_guard lock(mutex_);
+    if (classes_.empty()) return {};
+    if (plan_.n_slots > 0) return {Code::internal, "the expert pool is there already"};
+    if (budget < plan_.smallest) {
+        return {Code::budget,
+                model_.files().front().path.string() + ": a budget of " + std::to_string(budget) +
+                    " bytes is too small for its experts; give at least " + std::to_string(plan_.smallest)};
+    }
     for (SizeClass &cls : classes_) {
-        // Each class gets the share of the budget that its experts have of the model, but what it cannot do
-        // without first.
-        const auto all = cls.slot_bytes * static_cast<uint64_t>(cls.n_experts);
-        const auto least = static_cast<uint64_t>(std::min(min_slots, cls.n_experts));
-        const double share = static_cast<double>(all) / static_cast<double>(plan_.everything);
+        // What the class cannot do without, and of the rest the share that its experts have of the model.
+        const auto all = static_cast<double>(cls.slot_bytes) * static_cast<double>(cls.n_experts);
+        const double share = all / static_cast<double>(plan_.everything);
         const double spare = static_cast<double>(budget - plan_.smallest) * share;
-        const uint64_t n = least + static_cast<uint64_t>(spare / static_cast<double>(cls.slot_bytes));
-        const auto n_slots =
-            budget >= plan_.everything
-                ? static_cast<int32_t>(cls.n_experts)
-                : static_cast<int32_t>(std::min<uint64_t>(n, static_cast<uint64_t>(cls.n_experts)));
+        const auto extra = static_cast<int64_t>(spare / static_cast<double>(cls.slot_bytes));
+        const int64_t n = budget >= plan_.everything
+                              ? cls.n_experts
+                              : std::min(std::min(min_slots, cls.n_experts) + extra, cls.n_experts);
+        const auto n_slots = static_cast<int32_t>(n);
         auto pool = SlotPool::make(cls.slot_bytes, n_slots, std::max<uint64_t>(reader_->alignment(), 64));
         if (!pool.ok()) return pool.status();
         cls.pool = pool.take();
         cls.eviction = policy::make_eviction(
-            strategy, {static_cast<int32_t>(cls.groups.size()), cls.max_experts, n_slots});
-        if (cls.eviction == nullptr) {
-            std::string known;
-            for (const std::string_view name : policy::eviction_names()) known += " " + std::string(name);
-            return {Code::unsupported,
-                    "no eviction strategy is called '" + std::string(strategy) + "'; choose one of:" + known};
-        }
+            plan_.eviction, {static_cast<int32_t>(cls.groups.size()), cls.max_experts, n_slots});
         plan_.n_slots += n_slots;
         plan_.budget += cls.pool.stride() * static_cast<uint64_t>(n_slots);
     }
-    plan_.eviction = strategy;
     return {};
 }
 

@@ -77,7 +77,7 @@ struct EngineOptions {
     std::shared_ptr<FileOps> ops; ///< null: real files
 };
 
-/// What the budget came to.
+/// What the pool needs (after open) and what it got (after build_pool).
 struct PoolPlan {
     uint64_t budget = 0;      ///< bytes that all slots take
     uint64_t smallest = 0;    ///< the smallest budget that works
@@ -92,12 +92,16 @@ struct PoolPlan {
 
 class Engine {
   public:
-    /// Reads the headers of `path` (all split files), checks the model, reserves address space. No expert
-    /// byte is read. Errors: those of the headers; budget, when ram_budget is below the smallest that works;
-    /// unsupported, for an unknown strategy.
+    /// Reads the headers of `path` (all split files) and checks the model. No expert byte is read. Errors:
+    /// those of the headers; unsupported, for an unknown strategy.
     [[nodiscard]] static Result<std::shared_ptr<Engine>> open(const std::filesystem::path &path,
                                                               const EngineOptions &options);
     ~Engine();
+
+    /// Makes the pool, before the first layer call: once the rest of the model is in memory, it is known what
+    /// is left. `budget` in bytes, what exceeds everything is not taken. Errors: budget (below the smallest
+    /// that works), out_of_memory, internal (called twice).
+    [[nodiscard]] Status build_pool(uint64_t budget);
 
     [[nodiscard]] const GgufModel &model() const { return model_; }
     [[nodiscard]] const ExpertIndex &index() const { return index_; }
@@ -143,7 +147,7 @@ class Engine {
 
     Engine() = default;
     void build_groups();
-    [[nodiscard]] Status build_pools(const EngineOptions &options);
+    void plan_pool(int64_t expert_used);
 
     // Under the lock:
     [[nodiscard]] bool give_slot(Group &group,

@@ -8,6 +8,7 @@ namespace spice {
 Status LayerCall::begin(Engine &engine, int32_t group_id, std::span<const int32_t> ids) {
     const std::lock_guard lock(engine.mutex_);
     Engine::Group &group = engine.groups_[static_cast<size_t>(group_id)];
+    if (engine.plan_.n_slots == 0) return {Code::internal, "computing before the expert pool was made"};
     std::vector<int32_t> routed(ids.begin(), ids.end());
     std::ranges::sort(routed);
     routed.erase(std::unique(routed.begin(), routed.end()), routed.end());
