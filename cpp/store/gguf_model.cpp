@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
-#include <functional>
 #include <limits>
 #include <new>
 #include <stdexcept>
@@ -20,21 +19,12 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the headers are read as they lie in the file");
 
 constexpr uint64_t k_max_key = 65535;
-constexpr uint64_t k_max_ints = 4096;
 constexpr uint64_t k_min_alignment = 8;
 constexpr uint64_t k_max_alignment = uint64_t{1} << 20;
 constexpr uint64_t k_max_splits = 65535; // llama.cpp keeps the count in 16 bits
 // The smallest a key-value pair or a tensor entry can be: what a count is compared with.
 constexpr uint64_t k_min_pair_bytes = 8 + 1 + 4 + 1;
 constexpr uint64_t k_min_tensor_bytes = 8 + 1 + 4 + 8 + 4 + 8;
-
-/// Names from the file in messages: bytes that are no printable ASCII would not survive the way to Python.
-std::string shown(std::string_view name) {
-    std::string text;
-    for (const char c : name.substr(0, 80)) text += (c >= 0x20 && c < 0x7f) ? c : '?';
-    if (name.size() > 80) text += "...";
-    return "'" + text + "'";
-}
 
 /// One file's header. Types are kept where llama.cpp insists on them.
 struct Header {
@@ -46,136 +36,6 @@ struct Header {
     std::vector<GgufTensor> tensors;
 };
 
-template <class Stored, class Kept>
-bool read_scalar(GgufReader &in, GgufValue &value) {
-    Stored stored{};
-    if (!in.read(stored)) return false;
-    value = static_cast<Kept>(stored);
-    return true;
-}
-
-uint64_t element_bytes(uint32_t type) {
-    switch (type) {
-    case GGUF_TYPE_UINT8:
-    case GGUF_TYPE_INT8:
-    case GGUF_TYPE_BOOL:
-        return 1;
-    case GGUF_TYPE_UINT16:
-    case GGUF_TYPE_INT16:
-        return 2;
-    case GGUF_TYPE_UINT32:
-    case GGUF_TYPE_INT32:
-    case GGUF_TYPE_FLOAT32:
-        return 4;
-    case GGUF_TYPE_UINT64:
-    case GGUF_TYPE_INT64:
-    case GGUF_TYPE_FLOAT64:
-        return 8;
-    default:
-        return 0;
-    }
-}
-
-bool read_value(GgufReader &in, uint32_t type, GgufValue &value) {
-    switch (type) {
-    case GGUF_TYPE_UINT8:
-        return read_scalar<uint8_t, uint64_t>(in, value);
-    case GGUF_TYPE_UINT16:
-        return read_scalar<uint16_t, uint64_t>(in, value);
-    case GGUF_TYPE_UINT32:
-        return read_scalar<uint32_t, uint64_t>(in, value);
-    case GGUF_TYPE_UINT64:
-        return read_scalar<uint64_t, uint64_t>(in, value);
-    case GGUF_TYPE_INT8:
-        return read_scalar<int8_t, int64_t>(in, value);
-    case GGUF_TYPE_INT16:
-        return read_scalar<int16_t, int64_t>(in, value);
-    case GGUF_TYPE_INT32:
-        return read_scalar<int32_t, int64_t>(in, value);
-    case GGUF_TYPE_INT64:
-        return read_scalar<int64_t, int64_t>(in, value);
-    case GGUF_TYPE_FLOAT32:
-        return read_scalar<float, double>(in, value);
-    case GGUF_TYPE_FLOAT64:
-        return read_scalar<double, double>(in, value);
-    case GGUF_TYPE_BOOL: {
-        uint8_t byte = 0; // any byte may stand in the file; only 0 and 1 may be read as bool
-        if (!in.read(byte)) return false;
-        value = byte != 0;
-        return true;
-    }
-    case GGUF_TYPE_STRING: {
-        std::string text;
-        if (!in.read_string(text)) return false;
-        value = std::move(text);
-        return true;
-    }
-    default:
-        return false;
-    }
-}
-
-bool keep_ints(GgufReader &in, GgufArray &array) {
-    array.ints.reserve(static_cast<size_t>(array.count));
-    for (uint64_t i = 0; i < array.count; ++i) {
-        GgufValue value;
-        if (!read_value(in, array.type, value)) return false;
-        int64_t kept = 0;
-        if (const auto *u = std::get_if<uint64_t>(&value)) kept = static_cast<int64_t>(*u);
-        if (const auto *s = std::get_if<int64_t>(&value)) kept = *s;
-        if (const auto *b = std::get_if<bool>(&value)) kept = *b ? 1 : 0;
-        array.ints.push_back(kept);
-    }
-    return true;
-}
-
-/// Walks the strings of an array. With `twins` it also says whether two of them are equal in llama.cpp's
-/// eyes: up to the first NUL, and never when empty (it invents names for those).
-bool walk_strings(GgufReader &in, uint64_t count, bool *twins) {
-    std::vector<size_t> hashes; // 8 bytes for the 8 bytes of each length prefix: bounded by the file
-    if (twins != nullptr) hashes.reserve(static_cast<size_t>(count));
-    std::string scratch;
-    for (uint64_t i = 0; i < count; ++i) {
-        std::string_view text;
-        if (!in.view_string(text, scratch)) return false;
-        if (twins == nullptr) continue;
-        text = text.substr(0, text.find('\0'));
-        if (!text.empty()) hashes.push_back(std::hash<std::string_view>{}(text));
-    }
-    if (twins != nullptr) {
-        std::sort(hashes.begin(), hashes.end());
-        *twins = std::adjacent_find(hashes.begin(), hashes.end()) != hashes.end();
-    }
-    return true;
-}
-
-bool read_array(GgufReader &in, const std::string &key, GgufValue &value) {
-    GgufArray array;
-    if (!in.read(array.type) || !in.read(array.count)) return false;
-    if (array.type == GGUF_TYPE_ARRAY) {
-        return in.fail(Code::malformed,
-                       "key " + shown(key) + " is an array of arrays, which no GGUF reader accepts");
-    }
-    const bool strings = array.type == GGUF_TYPE_STRING;
-    const uint64_t each = strings ? 8 : element_bytes(array.type);
-    if (each == 0) {
-        return in.fail(Code::malformed, "key " + shown(key) + " is an array of the unknown type " +
-                                            std::to_string(array.type) + "; the file is damaged");
-    }
-    if (!in.room_for(array.count, each, "the length of array " + shown(key))) return false;
-    const bool floats = array.type == GGUF_TYPE_FLOAT32 || array.type == GGUF_TYPE_FLOAT64;
-    bool read = false;
-    if (strings) {
-        read = walk_strings(in, array.count, key == "tokenizer.ggml.tokens" ? &array.has_twins : nullptr);
-    } else if (!floats && array.count <= k_max_ints) {
-        read = keep_ints(in, array);
-    } else {
-        read = in.skip(array.count * each);
-    }
-    value = std::move(array);
-    return read;
-}
-
 bool read_pair(GgufReader &in, Header &header) {
     std::string key;
     if (!in.read_string(key)) return false;
@@ -186,15 +46,7 @@ bool read_pair(GgufReader &in, Header &header) {
     uint32_t type = 0;
     if (!in.read(type)) return false;
     GgufValue value;
-    if (type == GGUF_TYPE_ARRAY) {
-        if (!read_array(in, key, value)) return false;
-    } else if (type >= GGUF_TYPE_COUNT) {
-        return in.fail(Code::malformed, "key " + shown(key) + " has the unknown type " +
-                                            std::to_string(type) +
-                                            "; the file is damaged or newer than this version");
-    } else if (!read_value(in, type, value)) {
-        return false;
-    }
+    if (!read_gguf_value(in, key, type, value)) return false;
     if (key == "split.no") header.split_no_type = type;
     if (key == GGUF_KEY_GENERAL_ALIGNMENT) header.alignment_type = type;
     if (!header.metadata.emplace(key, std::move(value)).second) {

@@ -27,8 +27,9 @@ struct GgufArray {
     uint32_t type = 0; ///< gguf element type
     uint64_t count = 0;
     std::vector<int64_t> ints; ///< see above
-    /// The array is `tokenizer.ggml.tokens` and a token occurs twice in it, on which llama.cpp aborts.
-    bool has_twins = false;
+    // Of `tokenizer.ggml.tokens` only, whose texts are not kept, what check_model has to know of them:
+    bool has_twins = false;    ///< a token occurs twice
+    int32_t missing_byte = -1; ///< a byte without a token of its own ("<0x0A>"), although others have one
 };
 using GgufValue = std::variant<uint64_t, int64_t, double, bool, std::string, GgufArray>;
 

@@ -1,8 +1,11 @@
 #include "store/gguf_reader.h"
 
+#include "gguf.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <fcntl.h>
+#include <functional>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -66,6 +69,7 @@ bool GgufReader::fail(Code code, const std::string &what) {
 }
 
 bool GgufReader::refill(size_t bytes) {
+    if (!ok() || bytes > remaining()) return past_end();
     const size_t left = filled_ - cursor_;
     if (left > 0) std::memmove(window_.data(), window_.data() + cursor_, left);
     window_at_ += cursor_;
@@ -86,19 +90,6 @@ bool GgufReader::refill(size_t bytes) {
     return true;
 }
 
-const char *GgufReader::take(size_t bytes) {
-    if (!ok()) return nullptr;
-    if (bytes > remaining()) {
-        fail(Code::truncated,
-             "ends at byte " + std::to_string(size_) + ", inside its header; download it again");
-        return nullptr;
-    }
-    if (filled_ - cursor_ < bytes && !refill(bytes)) return nullptr;
-    const char *at = window_.data() + cursor_;
-    cursor_ += bytes;
-    return at;
-}
-
 bool GgufReader::copy(char *to, uint64_t bytes) {
     while (bytes > 0) {
         const size_t piece = static_cast<size_t>(std::min<uint64_t>(bytes, window_.size()));
@@ -111,29 +102,22 @@ bool GgufReader::copy(char *to, uint64_t bytes) {
     return true;
 }
 
-bool GgufReader::skip(uint64_t bytes) {
-    if (!ok()) return false;
-    if (bytes > remaining()) {
-        return fail(Code::truncated,
-                    "ends at byte " + std::to_string(size_) + ", inside its header; download it again");
-    }
-    if (bytes <= filled_ - cursor_) {
-        cursor_ += static_cast<size_t>(bytes);
-        return true;
-    }
+bool GgufReader::past_end() {
+    return fail(Code::truncated,
+                "ends at byte " + std::to_string(size_) + ", inside its header; download it again");
+}
+
+bool GgufReader::skip_far(uint64_t bytes) {
+    if (!ok() || bytes > remaining()) return past_end();
     window_at_ = position() + bytes;
     cursor_ = filled_ = 0;
     return true;
 }
 
-bool GgufReader::room_for(uint64_t count, uint64_t bytes_each, const std::string &what) {
-    if (!ok()) return false;
-    if (count > remaining() / bytes_each) {
-        return fail(Code::malformed,
-                    what + " says " + std::to_string(count) + ", but only " + std::to_string(remaining()) +
-                        " bytes of the file are left; the file is damaged, download it again");
-    }
-    return true;
+bool GgufReader::no_room(uint64_t count, std::string_view what) {
+    return fail(Code::malformed, std::string(what) + " says " + std::to_string(count) + ", but only " +
+                                     std::to_string(remaining()) +
+                                     " bytes of the file are left; the file is damaged, download it again");
 }
 
 bool GgufReader::view_string(std::string_view &value, std::string &scratch) {
@@ -156,6 +140,184 @@ bool GgufReader::read_string(std::string &value) {
     if (!read(length) || !room_for(length, 1, "a string's length")) return false;
     value.resize(static_cast<size_t>(length));
     return copy(value.data(), length);
+}
+
+std::string shown(std::string_view name) {
+    std::string text;
+    for (const char c : name.substr(0, 80)) text += (c >= 0x20 && c < 0x7f) ? c : '?';
+    if (name.size() > 80) text += "...";
+    return "'" + text + "'";
+}
+
+namespace {
+
+constexpr std::string_view k_string_length = "a string's length";
+constexpr uint64_t k_max_ints = 4096;
+
+template <class Stored, class Kept>
+bool read_scalar(GgufReader &in, GgufValue &value) {
+    Stored stored{};
+    if (!in.read(stored)) return false;
+    value = static_cast<Kept>(stored);
+    return true;
+}
+
+uint64_t element_bytes(uint32_t type) {
+    switch (type) {
+    case GGUF_TYPE_UINT8:
+    case GGUF_TYPE_INT8:
+    case GGUF_TYPE_BOOL:
+        return 1;
+    case GGUF_TYPE_UINT16:
+    case GGUF_TYPE_INT16:
+        return 2;
+    case GGUF_TYPE_UINT32:
+    case GGUF_TYPE_INT32:
+    case GGUF_TYPE_FLOAT32:
+        return 4;
+    case GGUF_TYPE_UINT64:
+    case GGUF_TYPE_INT64:
+    case GGUF_TYPE_FLOAT64:
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+bool read_one(GgufReader &in, uint32_t type, GgufValue &value) {
+    switch (type) {
+    case GGUF_TYPE_UINT8:
+        return read_scalar<uint8_t, uint64_t>(in, value);
+    case GGUF_TYPE_UINT16:
+        return read_scalar<uint16_t, uint64_t>(in, value);
+    case GGUF_TYPE_UINT32:
+        return read_scalar<uint32_t, uint64_t>(in, value);
+    case GGUF_TYPE_UINT64:
+        return read_scalar<uint64_t, uint64_t>(in, value);
+    case GGUF_TYPE_INT8:
+        return read_scalar<int8_t, int64_t>(in, value);
+    case GGUF_TYPE_INT16:
+        return read_scalar<int16_t, int64_t>(in, value);
+    case GGUF_TYPE_INT32:
+        return read_scalar<int32_t, int64_t>(in, value);
+    case GGUF_TYPE_INT64:
+        return read_scalar<int64_t, int64_t>(in, value);
+    case GGUF_TYPE_FLOAT32:
+        return read_scalar<float, double>(in, value);
+    case GGUF_TYPE_FLOAT64:
+        return read_scalar<double, double>(in, value);
+    case GGUF_TYPE_BOOL: {
+        uint8_t byte = 0; // any byte may stand in the file; only 0 and 1 may be read as bool
+        if (!in.read(byte)) return false;
+        value = byte != 0;
+        return true;
+    }
+    case GGUF_TYPE_STRING: {
+        std::string text;
+        if (!in.read_string(text)) return false;
+        value = std::move(text);
+        return true;
+    }
+    default:
+        return false;
+    }
+}
+
+bool keep_ints(GgufReader &in, GgufArray &array) {
+    array.ints.reserve(static_cast<size_t>(array.count));
+    for (uint64_t i = 0; i < array.count; ++i) {
+        GgufValue value;
+        if (!read_one(in, array.type, value)) return false;
+        int64_t kept = 0;
+        if (const auto *u = std::get_if<uint64_t>(&value)) kept = static_cast<int64_t>(*u);
+        if (const auto *s = std::get_if<int64_t>(&value)) kept = *s;
+        if (const auto *b = std::get_if<bool>(&value)) kept = *b ? 1 : 0;
+        array.ints.push_back(kept);
+    }
+    return true;
+}
+
+/// The byte of a token like "<0x0A>", or -1.
+int32_t byte_of(std::string_view token) {
+    if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
+    int32_t byte = 0;
+    for (const char c : token.substr(3, 2)) { // llama.cpp looks for capital letters only
+        if ((c < '0' || c > '9') && (c < 'A' || c > 'F')) return -1;
+        byte = byte * 16 + (c <= '9' ? c - '0' : c - 'A' + 10);
+    }
+    return byte;
+}
+
+bool skip_strings(GgufReader &in, uint64_t count) {
+    uint64_t length = 0;
+    for (uint64_t i = 0; i < count; ++i) {
+        if (!in.read(length) || !in.room_for(length, 1, k_string_length) || !in.skip(length)) return false;
+    }
+    return true;
+}
+
+/// Looks at the tokens with llama.cpp's eyes: up to the first NUL, and the empty ones are all different.
+bool look_at_tokens(GgufReader &in, GgufArray &array) {
+    std::vector<size_t> hashes; // 8 bytes for the 8 bytes of each length prefix: bounded by the file
+    hashes.reserve(static_cast<size_t>(array.count));
+    std::array<bool, 256> spelled{}; // "<0x41>"
+    std::array<bool, 256> plain{};   // "A", which serves as well
+    std::string scratch;
+    for (uint64_t i = 0; i < array.count; ++i) {
+        std::string_view text;
+        if (!in.view_string(text, scratch)) return false;
+        text = text.substr(0, text.find('\0'));
+        if (text.empty()) continue;
+        hashes.push_back(std::hash<std::string_view>{}(text));
+        if (text.size() == 1) plain[static_cast<unsigned char>(text[0])] = true;
+        if (const int32_t byte = byte_of(text); byte >= 0) spelled[static_cast<size_t>(byte)] = true;
+    }
+    std::sort(hashes.begin(), hashes.end());
+    array.has_twins = std::adjacent_find(hashes.begin(), hashes.end()) != hashes.end();
+    if (std::find(spelled.begin(), spelled.end(), true) == spelled.end()) return true;
+    for (size_t byte = 0; byte < spelled.size() && array.missing_byte < 0; ++byte) {
+        if (!spelled[byte] && !plain[byte]) array.missing_byte = static_cast<int32_t>(byte);
+    }
+    return true;
+}
+
+bool read_array(GgufReader &in, const std::string &key, GgufValue &value) {
+    GgufArray array;
+    if (!in.read(array.type) || !in.read(array.count)) return false;
+    if (array.type == GGUF_TYPE_ARRAY) {
+        return in.fail(Code::malformed,
+                       "key " + shown(key) + " is an array of arrays, which no GGUF reader accepts");
+    }
+    const bool strings = array.type == GGUF_TYPE_STRING;
+    const uint64_t each = strings ? 8 : element_bytes(array.type);
+    if (each == 0) {
+        return in.fail(Code::malformed, "key " + shown(key) + " is an array of the unknown type " +
+                                            std::to_string(array.type) + "; the file is damaged");
+    }
+    if (!in.room_for(array.count, each, "the length of array " + shown(key))) return false;
+    const bool floats = array.type == GGUF_TYPE_FLOAT32 || array.type == GGUF_TYPE_FLOAT64;
+    bool read = false;
+    if (strings) {
+        read = key == "tokenizer.ggml.tokens" ? look_at_tokens(in, array) : skip_strings(in, array.count);
+    } else if (!floats && array.count <= k_max_ints) {
+        read = keep_ints(in, array);
+    } else {
+        read = in.skip(array.count * each);
+    }
+    value = std::move(array);
+    return read;
+}
+
+} // namespace
+
+bool read_gguf_value(GgufReader &in, const std::string &key, uint32_t type, GgufValue &value) {
+    if (type == GGUF_TYPE_ARRAY) return read_array(in, key, value);
+    if (type >= GGUF_TYPE_COUNT) {
+        return in.fail(Code::malformed, "key " + shown(key) + " has the unknown type " +
+                                            std::to_string(type) +
+                                            "; the file is damaged or newer than this version");
+    }
+    return read_one(in, type, value);
 }
 
 } // namespace spice

@@ -6,6 +6,7 @@
 // reads return false and status() keeps the reason.
 #pragma once
 
+#include "store/gguf_model.h"
 #include "store/status.h"
 
 #include <array>
@@ -49,13 +50,29 @@ class GgufReader {
     bool read_string(std::string &value);
     /// The same, seen only until the next call; `scratch` holds strings longer than the window.
     bool view_string(std::string_view &value, std::string &scratch);
-    bool skip(uint64_t bytes);
+    bool skip(uint64_t bytes) {
+        if (bytes > filled_ - cursor_) return skip_far(bytes);
+        cursor_ += static_cast<size_t>(bytes);
+        return true;
+    }
     /// True when `count` items of at least `bytes_each` can still follow; otherwise fails with `what` in the
     /// message.
-    bool room_for(uint64_t count, uint64_t bytes_each, const std::string &what);
+    bool room_for(uint64_t count, uint64_t bytes_each, std::string_view what) {
+        return count <= remaining() / bytes_each || no_room(count, what);
+    }
 
   private:
-    const char *take(size_t bytes); ///< the next bytes (at most the window's size), or nullptr
+    /// The next bytes (at most the window's size), or nullptr. Inline, like skip: a vocabulary asks a million
+    /// times.
+    const char *take(size_t bytes) {
+        if (bytes > filled_ - cursor_ && !refill(bytes)) return nullptr;
+        const char *at = window_.data() + cursor_;
+        cursor_ += bytes;
+        return at;
+    }
+    bool skip_far(uint64_t bytes);
+    bool past_end();
+    bool no_room(uint64_t count, std::string_view what);
     bool refill(size_t bytes);
     bool copy(char *to, uint64_t bytes);
 
@@ -68,5 +85,12 @@ class GgufReader {
     size_t filled_ = 0;
     size_t cursor_ = 0;
 };
+
+/// A name from the file as it may stand in a message: bytes that are no printable ASCII would not survive the
+/// way to Python.
+std::string shown(std::string_view name);
+
+/// The value of `key`, whose type was just read. Returns false after in.fail().
+bool read_gguf_value(GgufReader &in, const std::string &key, uint32_t type, GgufValue &value);
 
 } // namespace spice

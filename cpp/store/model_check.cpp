@@ -331,6 +331,15 @@ class Check {
             return refuse_key("rope.dimension_count", *turned,
                               "less than the head's length, " + std::to_string(whole));
         }
+        // With MLA in its absorbed form the cache holds the latent vector and the turned part, one behind the
+        // other.
+        const bool absorbed = latent > 0 && number("attention.key_length_mla").value_or(0) > 0;
+        const bool as_deepseek =
+            arch_ == "deepseek2" || arch_ == "deepseek32" || arch_ == "glm-dsa" || arch_ == "mistral4";
+        if (absorbed && as_deepseek && head != latent + *turned) {
+            return refuse_key("attention.key_length", head,
+                              "kv_lora_rank + rope.dimension_count, " + std::to_string(latent + *turned));
+        }
         return {};
     }
 
@@ -391,6 +400,10 @@ class Check {
             return refuse("tokenizer.ggml.tokens is not a list of at least one text");
         }
         if (list->has_twins) return refuse("tokenizer.ggml.tokens holds the same token twice");
+        if (tokenizer == "llama" && list->missing_byte >= 0) {
+            return refuse("tokenizer.ggml.tokens has no token for the byte " +
+                          std::to_string(list->missing_byte));
+        }
         for (const char *name : {"tokenizer.ggml.scores", "tokenizer.ggml.token_type"}) {
             const GgufArray *other = array(name);
             if (other != nullptr && other->count < list->count) {

@@ -1,66 +1,12 @@
-// The parser and check_model: a good file passes and gives the expected table; for each rule, a file that
-// breaks it.
-#include "check.h"
-#include "gguf_builder.h"
-
-#include "store/gguf_model.h"
+// The parser: a good file gives the expected table; for each rule, a file that breaks it.
+#include "gguf_expect.h"
 
 #include <chrono>
-#include <cmath>
 #include <sys/stat.h>
 
-using spice::Code;
-using spice::GgufModel;
-using test::GgufBuilder;
-using test::good_model;
+using namespace test;
 
 namespace {
-
-std::ostream &print(std::ostream &out, Code code) {
-    return out << static_cast<int>(code);
-}
-
-struct Outcome {
-    Code code = Code::ok;
-    std::string message;
-};
-std::ostream &operator<<(std::ostream &out, const Outcome &o) {
-    return print(out, o.code) << " '" << o.message << "'";
-}
-
-Outcome outcome(const spice::Status &status) {
-    return {status.code(), status.message()};
-}
-
-Outcome open_bytes(const std::string &bytes) {
-    const test::TempDir dir;
-    return outcome(GgufModel::open(dir.write("m.gguf", bytes)).status());
-}
-
-void expect(const Outcome &got, Code code, const std::string &part, int line) {
-    std::ostringstream what;
-    what << "expected code " << static_cast<int>(code) << " and '" << part << "', got " << got;
-    check::report(got.code == code && got.message.find(part) != std::string::npos, __FILE__, line,
-                  what.str());
-}
-#define EXPECT_OPEN(builder, code, part) expect(open_bytes((builder).bytes()), code, part, __LINE__)
-
-Outcome check_built(const GgufBuilder &builder, int64_t used = 0) {
-    const test::TempDir dir;
-    const auto model = GgufModel::open(dir.write("m.gguf", builder.bytes()));
-    return outcome(model.ok() ? spice::check_model(model.value(), used) : model.status());
-}
-#define EXPECT_CHECK(builder, code, part) expect(check_built(builder), code, part, __LINE__)
-
-/// check_model of the good model after one change.
-template <class Change>
-Outcome check_changed(Change change, int64_t used = 0) {
-    GgufBuilder b = good_model();
-    change(b);
-    return check_built(b, used);
-}
-#define EXPECT_CHANGED(statement, code, part)                                                                \
-    expect(check_changed([](GgufBuilder &b) { statement; }), code, part, __LINE__)
 
 GgufBuilder one_tensor() {
     GgufBuilder b;
@@ -358,124 +304,6 @@ TEST(split_files) {
     retry([](GgufBuilder &a, auto &) { a.set<uint64_t>("split.count", GGUF_TYPE_UINT64, 1ull << 40); },
           Code::malformed, "impossible", __LINE__);
     retry([](auto &, auto &b) { b.version = 9; }, Code::unsupported, "m-00002-of-00002.gguf", __LINE__);
-}
-
-TEST(check_sizes) {
-    EXPECT_CHANGED(b.u32("llama.block_count", 0), Code::malformed, "block_count is 0");
-    EXPECT_CHANGED(b.i32("llama.block_count", -1), Code::malformed, "block_count is -1");
-    EXPECT_CHANGED(b.u32("llama.block_count", 513), Code::malformed, "block_count is 513");
-    EXPECT_CHANGED(b.u32("llama.block_count", 1), Code::malformed, "belongs to no layer");
-    EXPECT_CHANGED(b.u32("llama.nextn_predict_layers", 3), Code::malformed, "nextn_predict_layers is 3");
-    EXPECT_CHANGED(b.u32("llama.embedding_length", 0), Code::malformed, "embedding_length is 0");
-    EXPECT_CHANGED(b.u32("llama.context_length", 0), Code::malformed, "context_length is 0");
-    EXPECT_CHANGED(b.u32("llama.feed_forward_length", 0);
-                   b.tensor("blk.0.ffn_down.weight", {64, 32}), Code::malformed, "feed_forward_length is 0");
-}
-
-TEST(check_types) {
-    EXPECT_CHANGED(b.at("blk.1.ffn_gate_inp.weight").type = GGML_TYPE_F64, Code::unsupported, "f64");
-    EXPECT_CHANGED(b.at("blk.1.ffn_gate_inp.weight").type = GGML_TYPE_BF16, Code::ok, "");
-    EXPECT_CHANGED(b.at("blk.0.attn_q.weight").type = GGML_TYPE_I32, Code::unsupported, "i32");
-    EXPECT_CHANGED(b.at("token_embd.weight").type = GGML_TYPE_I8, Code::unsupported, "i8");
-    EXPECT_CHANGED(b.at("output.weight").type = GGML_TYPE_Q8_1, Code::unsupported, "q8_1");
-    EXPECT_CHANGED(b.at("output.weight").type = GGML_TYPE_Q4_0, Code::ok, "");
-    EXPECT_CHANGED(b.at("blk.0.ffn_norm.weight").type = GGML_TYPE_F16, Code::unsupported, "f16");
-    EXPECT_CHANGED(b.tensor("blk.0.attn_q_norm.weight", {16, 2}, GGML_TYPE_F16), Code::unsupported, "f16");
-    EXPECT_CHANGED(b.tensor("blk.0.attn_q.bias", {32}, GGML_TYPE_BF16), Code::unsupported, "bf16");
-    EXPECT_CHANGED(b.tensor("blk.0.exp_probs_b", {4}, GGML_TYPE_F16), Code::unsupported, "f16");
-    EXPECT_CHANGED(b.tensor("blk.0.ssm_conv1d.weight", {4, 32}, GGML_TYPE_F16), Code::unsupported, "f16");
-    EXPECT_CHANGED(b.tensor("rope_freqs.weight", {8}, GGML_TYPE_F16), Code::unsupported, "f16");
-    EXPECT_CHANGED(b.at("blk.0.ffn_up_exps.weight").type = GGML_TYPE_I16, Code::unsupported, "i16");
-    // What is legitimate: the vector that is multiplied, and tables of ids.
-    EXPECT_CHANGED(b.tensor("blk.0.ffn_gate_inp_shexp.weight", {32}, GGML_TYPE_F16), Code::ok, "");
-    EXPECT_CHANGED(b.tensor("blk.0.ffn_gate_tid2eid.weight", {4, 259}, GGML_TYPE_I32), Code::ok, "");
-    EXPECT_CHANGED(b.tensor("d2t", {32}, GGML_TYPE_I64), Code::ok, "");
-}
-
-TEST(check_experts) {
-    EXPECT_CHANGED(b.u32("llama.expert_count", 0), Code::malformed, "by llama.expert_count 0");
-    EXPECT_CHANGED(b.erase("llama.expert_count"), Code::malformed, "by llama.expert_count 0");
-    EXPECT_CHANGED(b.u32("llama.expert_count", 5), Code::malformed, "by llama.expert_count 5");
-    EXPECT_CHANGED(b.u32("llama.expert_count", 1025), Code::malformed, "expert_count is 1025");
-    EXPECT_CHANGED(b.u32("llama.expert_used_count", 0), Code::malformed, "expert_used_count is 0");
-    EXPECT_CHANGED(b.erase("llama.expert_used_count"), Code::malformed, "expert_used_count is 0");
-    EXPECT_CHANGED(b.u32("llama.expert_used_count", 5), Code::malformed, "expert_used_count is 5");
-    EXPECT_CHANGED(b.array<uint32_t>("llama.expert_used_count", GGUF_TYPE_UINT32, {2, 1}), Code::ok, "");
-    EXPECT_CHANGED(b.array<uint32_t>("llama.expert_used_count", GGUF_TYPE_UINT32, {2, 0}), Code::malformed,
-                   "layer 1");
-    const auto same = [](GgufBuilder &) {};
-    expect(check_changed(same, 4), Code::ok, "", __LINE__);
-    expect(check_changed(same, 5), Code::malformed, "asked to be 5", __LINE__);
-    expect(check_changed(same, -1), Code::malformed, "asked to be -1", __LINE__);
-    EXPECT_CHANGED(b.u32("llama.expert_group_count", 4), Code::malformed, "expert_group_count is 4");
-    EXPECT_CHANGED(b.u32("llama.expert_group_count", 3), Code::malformed, "expert_group_count is 3");
-    EXPECT_CHANGED(b.u32("llama.expert_group_count", 2), Code::malformed, "expert_group_used_count is 0");
-    EXPECT_CHANGED(b.u32("llama.expert_group_count", 2); b.u32("llama.expert_group_used_count", 2),
-                                                         Code::malformed, "expert_group_used_count is 2");
-    EXPECT_CHANGED(b.u32("llama.expert_group_count", 2);
-                   b.u32("llama.expert_group_used_count", 1), Code::ok, "");
-    EXPECT_CHANGED(b.u32("llama.expert_gating_func", 5), Code::malformed, "expert_gating_func is 5");
-    EXPECT_CHANGED(b.tensor("blk.0.ffn_up_chexps.weight", {32, 32, 2});
-                   b.tensor("blk.0.ffn_down_chexps.weight", {32, 32, 2}), Code::malformed,
-                   "experts_per_group is 0");
-    EXPECT_CHANGED(b.tensor("blk.0.ffn_up_chexps.weight", {32, 32, 2}); b.u32("llama.experts_per_group", 2);
-                   b.tensor("blk.0.ffn_down_chexps.weight", {32, 32, 2}), Code::ok, "");
-}
-
-TEST(check_heads_and_rope) {
-    EXPECT_CHANGED(b.u32("llama.attention.head_count", 0), Code::malformed, "head_count is 0");
-    EXPECT_CHANGED(b.erase("llama.attention.head_count"), Code::malformed, "head_count is 0");
-    EXPECT_CHANGED(b.u32("llama.attention.head_count_kv", 0), Code::malformed, "head_count_kv is 0");
-    EXPECT_CHANGED(b.u32("llama.attention.head_count", 3);
-                   b.u32("llama.attention.head_count_kv", 2), Code::malformed, "multiple of head_count_kv");
-    EXPECT_CHANGED(b.u32("llama.attention.head_count", 5), Code::malformed, "divisor of embedding_length");
-    EXPECT_CHANGED(b.u32("llama.attention.key_length", 0), Code::malformed, "key_length is 0");
-    EXPECT_CHANGED(b.u32("llama.rope.dimension_count", 8), Code::malformed, "dimension_count is 8");
-    EXPECT_CHANGED(b.u32("llama.rope.dimension_count", 15), Code::malformed, "dimension_count is 15");
-    EXPECT_CHANGED(b.u32("llama.rope.dimension_count", 64), Code::malformed, "dimension_count is 64");
-    EXPECT_CHANGED(b.text("llama.rope.scaling.type", "linaer"), Code::malformed, "rope.scaling.type");
-    EXPECT_CHANGED(b.text("llama.rope.scaling.type", "yarn"), Code::ok, "");
-    EXPECT_CHANGED(b.u32("llama.wkv.head_size", 0), Code::malformed, "wkv.head_size is 0");
-    EXPECT_CHANGED(b.tensor("blk.0.ssm_in.weight", {32, 4});
-                   b.u32("llama.ssm.state_size", 0), Code::malformed, "ssm.state_size is 0");
-    EXPECT_CHANGED(b.f32("llama.attention.layer_norm_rms_epsilon", -1e-5f), Code::malformed, "rms_epsilon");
-    EXPECT_CHANGED(b.f32("llama.attention.layer_norm_rms_epsilon", NAN), Code::malformed, "rms_epsilon");
-    EXPECT_CHANGED(b.u32("llama.pooling_type", 5), Code::malformed, "pooling_type is 5");
-}
-
-TEST(check_tokens) {
-    EXPECT_CHANGED(b.texts("tokenizer.ggml.tokens", {"a", "b"}), Code::malformed, "259 rows for 2 tokens");
-    const auto retokenize = [](GgufBuilder &b, size_t at, const std::string &text) {
-        std::vector<std::string> tokens;
-        for (int i = 0; i < test::k_vocabulary; ++i) tokens.push_back("t" + std::to_string(i));
-        tokens[at] = text;
-        b.texts("tokenizer.ggml.tokens", tokens);
-    };
-    expect(check_changed([&](auto &b) { retokenize(b, 7, "t9"); }), Code::malformed, "twice", __LINE__);
-    expect(check_changed([&](auto &b) { retokenize(b, 7, std::string("t9\0z", 4)); }), Code::malformed,
-           "twice", __LINE__);
-    expect(check_changed([&](auto &b) { retokenize(b, 7, "u"); }), Code::ok, "", __LINE__);
-    EXPECT_CHANGED(b.array("tokenizer.ggml.scores", GGUF_TYPE_FLOAT32, std::vector<float>(258)),
-                   Code::malformed, "scores has 258");
-    EXPECT_CHANGED(b.array("tokenizer.ggml.token_type", GGUF_TYPE_INT32, std::vector<int32_t>(3)),
-                   Code::malformed, "token_type has 3");
-    EXPECT_CHANGED(b.text("tokenizer.ggml.model", "none");
-                   b.u32("llama.vocab_size", 0x80000103), Code::malformed, "vocab_size");
-    // An id out of range falls back to the tokenizer's default; gpt2's is 11, of which there is none in 4
-    // tokens.
-    EXPECT_CHANGED(b.u32("tokenizer.ggml.bos_token_id", 0xffffffff), Code::ok, "");
-    GgufBuilder small = good_model();
-    small.tensors.clear();
-    small.texts("tokenizer.ggml.tokens", {"a", "b", "c", "d"});
-    small.text("tokenizer.ggml.model", "gpt2");
-    EXPECT_CHECK(small, Code::ok, "");
-    small.u32("tokenizer.ggml.bos_token_id", 4);
-    EXPECT_CHECK(small, Code::malformed, "bos_token_id is 4");
-    small.flag("tokenizer.ggml.add_bos_token", 0);
-    EXPECT_CHECK(small, Code::ok, "");
-    small.flag("tokenizer.ggml.add_eos_token", 1);
-    small.u32("tokenizer.ggml.eos_token_id", 9);
-    EXPECT_CHECK(small, Code::malformed, "eos_token_id is 9");
 }
 
 RUN_TESTS()

@@ -1,0 +1,29 @@
+"""The benchmark against stock runs and reports what it promises. Its numbers are not judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "vs_stock.py"
+
+
+def test_vs_stock(tiny_model) -> None:
+    path = tiny_model("qwen2moe", layers=3, expert_type="Q4_K", seed=1)
+    options = ["--rounds", "2", "--load-rounds", "1", "--decode", "4", "--threads", "1"]
+    command = [sys.executable, str(BENCH), str(path), *options]
+    (report,) = json.loads(subprocess.run([*command, "--json"], check=True, capture_output=True).stdout)
+    assert report["results"].keys() == {"prefill 64", "prefill 256", "decode", "load"}
+    assert all(result["ratio"] > 0 for result in report["results"].values())
+    assert report["identical"]
+    assert report["counters"]["bytes_read"] == 0, "experts are warm in the counted rounds"
+    assert report["counters"]["layer_calls"] == 3 * 2 * (1 + 1 + 1 + 4)
+    assert report["load"]["expert_bytes_read"] == 0
+    assert report["load"]["file_bytes_read"] < report["bytes"]
+
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for words in ("SPICE: qwen2moe", "repacking off", "decode", "bit-identical", "layer_calls"):
+        assert words in text
+    assert subprocess.run([sys.executable, str(BENCH), "nothing.gguf"], capture_output=True).returncode == 3
