@@ -172,7 +172,7 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<Model>(m, "Model")
         .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool>(), py::arg("path"),
-             py::arg("expert_used") = 0, py::arg("io_threads") = 4, py::arg("ram_budget") = 0,
+             py::arg("expert_used") = 0, py::arg("io_threads") = 4,
              py::arg("eviction") = "", py::arg("direct_io") = true)
         .def(
             "build_pool",
