@@ -20,8 +20,12 @@ namespace {
 
 void raise_if(const Status &status) {
     if (status.ok()) return;
+    // The message may quote a damaged file, so it need not be UTF-8.
+    const std::string &text = status.message();
+    const auto message = py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
     py::object error = py::module_::import("spice_moe.errors")
-                           .attr("from_code")(static_cast<int32_t>(status.code()), status.message());
+                           .attr("from_code")(static_cast<int32_t>(status.code()), message);
     PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error.ptr())), error.ptr());
     throw py::error_already_set();
 }
@@ -172,8 +176,8 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<Model>(m, "Model")
         .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool>(), py::arg("path"),
-             py::arg("expert_used") = 0, py::arg("io_threads") = 4,
-             py::arg("eviction") = "", py::arg("direct_io") = true)
+             py::arg("expert_used") = 0, py::arg("io_threads") = 4, py::arg("eviction") = "",
+             py::arg("direct_io") = true)
         .def(
             "build_pool",
             [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },

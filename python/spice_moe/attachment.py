@@ -8,8 +8,8 @@ from typing import Any
 import llama_cpp
 
 from . import _core
-from .errors import SpiceFormatError
 from .budget import FreeMemory, free_memory, resolve
+from .errors import SpiceBudgetError, SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, REPACKED, Plan, format_bytes
@@ -35,9 +35,15 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
     asked = {key: used for key, used in (kv_overrides or {}).items() if key.endswith(_USED_KEY)}
     # bool is an int to Python and a type mismatch to llama.cpp, which refuses it by itself.
     used = next((n for n in asked.values() if isinstance(n, int) and not isinstance(n, bool)), 0)
+    settings = {
+        "io_threads": options.io_threads,
+        "eviction": options.strategy or "",
+        "direct_io": options.direct_io,
+    }
     try:
         core = _core.Model(path, expert_used=used, **settings)
-    except UnicodeDecodeError as error:  # a complaint that quotes the damaged name
+        core.summary()
+    except UnicodeDecodeError as error:
         raise not_utf8(path, error) from error
     if used and f"{core.summary()['architecture']}{_USED_KEY}" not in asked:  # meant for another architecture
         core.close()

@@ -53,8 +53,8 @@ def resolve(budget: Budget, *, everything: int, smallest: int, free: int) -> int
             left = free - margin
             if left < smallest:
                 raise SpiceBudgetError(
-                    f"{format_bytes(free)} of memory are free, and {format_bytes(smallest + margin)} are needed "
-                    f"for experts; free some memory, or give ram_budget={smallest} at your own risk"
+                    f"{format_bytes(free)} of memory are free, and {format_bytes(smallest + margin)} are "
+                    f"needed for experts; free some memory, or give ram_budget={smallest} at your own risk"
                 )
             return min(left, everything)
         if match := _PERCENT.fullmatch(budget):
@@ -73,7 +73,7 @@ def _positive(size: int, given: Budget) -> int:
 
 def _fraction(share: float, given: Budget, everything: int) -> int:
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"ram_budget as a fraction of the experts must be above 0 and at most 1, not {given!r}")
+        raise ValueError(f"ram_budget as a fraction must be above 0 and at most 1, not {given!r}")
     return int(share * everything)
 
 

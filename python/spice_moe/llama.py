@@ -44,8 +44,8 @@ class Llama(llama_cpp.Llama):
 
     Raises:
         SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError, SpiceIOError, SpiceMemoryError,
-        SpiceBudgetError: the model cannot be loaded; nothing stays allocated. Computing may raise the last two as well:
-            that call failed, the next one works.
+        SpiceBudgetError: the model cannot be loaded; nothing stays allocated. Computing may raise
+            SpiceIOError and SpiceMemoryError as well: that call failed, the next one works.
         TypeError, ValueError: an option or argument makes no sense.
     """
 

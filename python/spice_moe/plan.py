@@ -84,8 +84,8 @@ class Plan:
             pool = "read at first use and kept in memory"
         else:
             pool = (
-                f"in a pool of {format_bytes(self.ram_budget)} ({self.slots} of {self.experts_total} experts, "
-                f"strategy {self.strategy}), read when needed"
+                f"in a pool of {format_bytes(self.ram_budget)} ({self.slots} of {self.experts_total} "
+                f"experts, strategy {self.strategy}), read when needed"
             )
         if self.ram_budget < self.working_set_bytes:
             pool += (

@@ -142,7 +142,7 @@ def _check(t: Trace) -> None:
     need(1 <= k <= t.n_expert, f"ids name {k} experts per token, n_expert is {t.n_expert}")
     if t.ids.size:
         low, high = int(t.ids.min()), int(t.ids.max())
-        need(0 <= low and high < t.n_expert, f"ids reach {low}..{high}, n_expert is {t.n_expert}")
+        need(low >= 0 and high < t.n_expert, f"ids reach {low}..{high}, n_expert is {t.n_expert}")
     need(t.lens.ndim == 1 and t.lens.dtype.kind in "iu", "lens must be whole numbers [sequences]")
     need(bool((t.lens > 0).all()), "lens has an empty sequence")
     total = int(t.lens.sum())
