@@ -88,7 +88,9 @@ def row_bytes(kind: GGMLType, n_per_row: int) -> int:
 
 
 def quantize_rows(values: NDArray[np.float32], kind: GGMLType) -> NDArray[np.uint8]:
-    """Encode float32 [..., n_per_row] as `kind`: bytes [..., row_bytes]. No importance matrix.
+    """Encode float32 [..., n_per_row] as `kind`: bytes [..., row_bytes].
+
+    No importance matrix; the types that demand one get one that makes all values equally important.
 
     Raises ValueError for a row that does not fit the block and for types that ggml cannot encode this way.
     """
@@ -99,14 +101,14 @@ def quantize_rows(values: NDArray[np.float32], kind: GGMLType) -> NDArray[np.uin
     base = library("ggml-base")
     needs_imatrix = base.ggml_quantize_requires_imatrix
     needs_imatrix.restype, needs_imatrix.argtypes = ctypes.c_bool, [ctypes.c_int]
-    if needs_imatrix(int(kind)):
-        raise ValueError(f"{kind.name} needs an importance matrix")
+    even = np.ones(values.shape[-1], dtype=np.float32)
+    importance = even.ctypes.data if needs_imatrix(int(kind)) else None
     chunk = base.ggml_quantize_chunk
     chunk.restype = ctypes.c_size_t
     chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
     out = np.empty(shape, dtype=np.uint8)
     rows = values.size // values.shape[-1]
-    written = chunk(int(kind), values.ctypes.data, out.ctypes.data, 0, rows, values.shape[-1], None)
+    written = chunk(int(kind), values.ctypes.data, out.ctypes.data, 0, rows, values.shape[-1], importance)
     if written != out.nbytes:
         raise ValueError(f"ggml encoded {written} bytes of {kind.name}, expected {out.nbytes}")
     return out
@@ -125,11 +127,12 @@ def quiet() -> Iterator[None]:
         llama_cpp.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
 
 
-def quantize(src: Path, dst: Path, ftype: str, *, threads: int = 1) -> Path:
+def quantize(src: Path, dst: Path, ftype: str, *, threads: int = 1, requantize: bool = False) -> Path:
     """Quantise a GGUF file with llama.cpp's own quantiser, every matrix to the same type (`pure`).
 
     Args:
-        src: an F32, BF16 or F16 file. dst: the file to write. ftype: a tensor type, for instance "Q4_K".
+        src: an F32, BF16 or F16 file (any other with `requantize`). dst: the file to write.
+        ftype: a tensor type, for instance "Q4_K".
     Returns: dst. Matrices whose rows do not fit the type get llama.cpp's fallback; routers and vectors stay.
     Raises: ValueError for a type that has no file type of its own, RuntimeError if llama.cpp fails.
     """
@@ -139,6 +142,7 @@ def quantize(src: Path, dst: Path, ftype: str, *, threads: int = 1) -> Path:
     params.nthread = threads
     params.ftype = _FTYPE[ftype.upper()]
     params.pure = True
+    params.allow_requantize = requantize
     with quiet():
         code = llama_cpp.llama_model_quantize(str(src).encode(), str(dst).encode(), ctypes.byref(params))
     if code != 0:

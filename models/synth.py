@@ -23,8 +23,9 @@ if __package__ in (None, ""):  # run as a script: make `models` importable
 from gguf import GGUFWriter
 
 from models import gguf_file, tokenizer
-from models.architectures import ARCHITECTURES, Architecture, Dims, Tensor
+from models.architectures import ARCHITECTURES, Architecture, Dims, Tensor, table
 from models.ggml import GGMLType, quantize, quantize_rows, type_for_row, type_of
+from models.planted import command as planted
 
 __all__ = ["ARCHITECTURES", "PRESETS", "make", "quantize"]
 
@@ -40,7 +41,7 @@ PRESETS: dict[str, dict[str, object]] = {
     ),
 }  # fmt: skip
 
-_ROUTER_ROLES = {"router", "vector_matrix", "norm", "bias"}
+_F32_ROLES = {"router", "vector_matrix", "norm", "scale", "bias", "kernel", "decay"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class _Types:
     other: GGMLType
 
     def of(self, tensor: Tensor) -> GGMLType:
-        if tensor.role in _ROUTER_ROLES:
+        if tensor.role in _F32_ROLES:
             return GGMLType.F32
         wanted = self.other
         if tensor.role == "experts":
@@ -75,6 +76,7 @@ def make(
     seed: int = 0,
     split: int = 0,
     fused_gate_up: bool = False,
+    expert_scales: bool = False,
     shared: bool = True,
     shared_ff: int | None = None,
     dense_ff: int | None = None,
@@ -91,6 +93,7 @@ def make(
             different. Where a row is no multiple of the block, llama.cpp's fallback is stored (Q4_K: Q5_0).
         other_type: of the other matrices (default F32 beside F32 experts, else F16).
         fused_gate_up: gate and up as one tensor; only where the architecture's loader takes that.
+        expert_scales: a factor for each expert and projection; only where the architecture's graph uses it.
         shared: False asks for a model without shared experts; architectures that always have some refuse.
         shared_ff: width of all shared experts together (default used * ff). dense_ff: of dense ones (double).
         row_bank: 0 draws every expert anew. N draws and quantises only N experts' rows per tensor, and every
@@ -109,6 +112,7 @@ def make(
         dense_ff=dense_ff or 2 * used * ff,
         context=context,
         fused_gate_up=fused_gate_up,
+        expert_scales=expert_scales,
         shared=shared,
     )
     if arch not in ARCHITECTURES:
@@ -122,25 +126,28 @@ def make(
     def header(writer: GGUFWriter) -> None:
         writer.add_name(f"synthetic {arch}, seed {seed}")
         writer.add_quantization_version(2)
-        gguf_file.add_values(writer, f"{arch}.", description.common_header(d))
+        gguf_file.add_values(writer, f"{description.arch}.", description.common_header(d))
         tokenizer.add_to(writer)
+        if description.encoder:
+            writer.add_token_type_count(1)
 
     plans = [_plan(t, types.of(t), seed, row_bank) for t in description.tensors(d)]
-    return gguf_file.write(Path(path), arch, header, plans, parts=split, progress=progress)
+    return gguf_file.write(Path(path), description.arch, header, plans, parts=split, progress=progress)
 
 
 def _check(arch: Architecture, d: Dims) -> None:
     """Raise ValueError for sizes that would make llama.cpp refuse the model, or crash on it."""
-    if d.layers <= arch.dense_lead:
-        raise ValueError(
-            f"{arch.name} has {arch.dense_lead} dense layer(s) first: it needs more than {d.layers}"
-        )
+    least = max(arch.least_layers, arch.dense_lead + 1)
+    if d.layers < least:
+        raise ValueError(f"{arch.name} has no experts before layer {least}: it needs more than {d.layers}")
     if not 1 <= d.used <= d.experts:
         raise ValueError(f"{d.used} of {d.experts} experts cannot be used")
     if d.embd % (2 * d.heads) or d.embd < 64:
         raise ValueError(f"embd {d.embd} does not divide into {d.heads} heads of an even width")
     if d.fused_gate_up and not arch.fuses:
         raise ValueError(f"{arch.name} has no fused gate_up tensor in llama.cpp")
+    if d.expert_scales and not arch.scales:
+        raise ValueError(f"{arch.name} has no scales of experts in llama.cpp")
     if arch.has_shared and not d.shared:
         raise ValueError(f"{arch.name} always has shared experts in llama.cpp")
 
@@ -163,8 +170,10 @@ def _generator(seed: int, name: str) -> np.random.Generator:
 def _weights(tensor: Tensor, rng: np.random.Generator) -> NDArray[np.float32]:
     """Random values [shape]: inputs of mean square one give outputs of mean square gain^2."""
     values = rng.standard_normal(tensor.shape, dtype=np.float32)
-    if tensor.role == "norm":
+    if tensor.role in ("norm", "scale"):
         return 1.0 + 0.1 * values
+    if tensor.role == "decay":
+        return -np.exp(tensor.gain * values)
     if tensor.role in ("bias", "embedding"):
         return tensor.gain * values
     values *= tensor.gain / np.sqrt(tensor.shape[-1])
@@ -192,8 +201,9 @@ def _experts(tensor: Tensor, kind: GGMLType, seed: int, row_bank: int) -> NDArra
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
-    p.add_argument("arch", nargs="?", help=f"llama.cpp architecture: {', '.join(sorted(ARCHITECTURES))}")
-    p.add_argument("-o", "--output", type=Path, required=True, help="GGUF file to write")
+    p.add_argument("arch", nargs="?", help="llama.cpp architecture, see --list")
+    p.add_argument("--list", action="store_true", help="list the architectures and those left out, and why")
+    p.add_argument("-o", "--output", type=Path, help="GGUF file to write")
     p.add_argument("--preset", choices=sorted(PRESETS), help="real widths for benchmarks; options override")
     for name, text in (
         ("layers", "layers, leading dense ones included"),
@@ -213,20 +223,26 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--down-type", help="type of the experts' down projections")
     p.add_argument("--other-type", help="type of all other matrices")
     p.add_argument("--fused-gate-up", action="store_true", help="gate and up as one tensor")
+    p.add_argument("--expert-scales", action="store_true", help="a factor for each expert and projection")
     p.add_argument("-v", dest="progress", action="store_const", const=print, help="print a line per tensor")
+    planted.add_arguments(p)
     return p.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     options = vars(_parse(argv))
-    path = options.pop("output")
+    if options.pop("list", False):
+        print(table())
+        return 0
+    path = options.pop("output", None)
+    like = options.pop("like", None)
     options = PRESETS.get(options.pop("preset", ""), {}) | options
-    if "arch" not in options:
-        print("synth: name an architecture or a preset", file=sys.stderr)
+    if ("arch" not in options and like is None) or path is None:
+        print("synth: name an architecture, a preset or --like, and a file with -o", file=sys.stderr)
         return 2
     try:
-        first = make(options.pop("arch"), path, **options)
+        first = planted.make(like, path, options) if like else make(options.pop("arch"), path, **options)
     except (ValueError, OSError) as error:
         print(f"synth: {error}", file=sys.stderr)
         return 1

@@ -24,11 +24,19 @@ class Tap:
     """A model opened with a callback that sees the graph's tensors. A context manager; for one thread only.
 
     wanted: name stems ("ffn_moe_argsort", "ffn_norm"). Bytes of each node named STEM-LAYER are appended to
-    `taken[(stem, layer)]`, one array per batch.
+    `taken[(stem, layer)]`, one array per batch. n_ctx: tokens of all sequences together, and of one batch.
+    overrides: whole-number header values by key, "__" for the dot (`olmoe__expert_used_count=4`).
     """
 
     def __init__(
-        self, path: Path, wanted: Sequence[str], *, n_ctx: int = 512, threads: int = 2, **overrides: int
+        self,
+        path: Path,
+        wanted: Sequence[str],
+        *,
+        n_ctx: int = 512,
+        sequences: int = 1,
+        threads: int = 1,
+        **overrides: int,
     ) -> None:
         self.taken: dict[tuple[str, int], list[NDArray[np.uint8]]] = defaultdict(list)
         self._wanted = frozenset(wanted)
@@ -52,6 +60,7 @@ class Tap:
                 raise RuntimeError(f"llama.cpp cannot load {path}")
             cparams = llama_cpp.llama_context_default_params()
             cparams.n_ctx = cparams.n_batch = cparams.n_ubatch = n_ctx
+            cparams.n_seq_max = sequences
             cparams.n_threads = cparams.n_threads_batch = threads
             if self._wanted:
                 cparams.cb_eval = self._callback
@@ -60,7 +69,7 @@ class Tap:
                 self.close()
                 raise RuntimeError(f"llama.cpp cannot make a context for {path}")
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self.n_ctx = n_ctx
+        self.n_ctx, self.sequences = n_ctx, sequences
 
     def __enter__(self) -> Tap:
         return self
@@ -83,13 +92,21 @@ class Tap:
         """
         if not 0 < len(tokens) <= self.n_ctx:
             raise ValueError(f"{len(tokens)} tokens, room for {self.n_ctx}")
+        self._clear()
+        rows = self._decode([(int(token), i, 0) for i, token in enumerate(tokens)])
+        return rows if logits else rows[:0]
+
+    def _clear(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+
+    def _decode(self, rows: Sequence[tuple[int, int, int]]) -> Floats:
+        """Evaluate (token, position, sequence) rows in one batch; a copy of the logits [rows, vocab]."""
+        batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
         try:
-            batch.n_tokens = len(tokens)
-            for i, token in enumerate(tokens):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i] = int(token), i, 1
-                batch.seq_id[i][0] = 0
+            batch.n_tokens = len(rows)
+            for i, (token, position, sequence) in enumerate(rows):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+                batch.seq_id[i][0] = sequence
                 # Of tokens without logits, llama.cpp leaves out the last layer's FFN, and so its routing.
                 batch.logits[i] = 1
             code = llama_cpp.llama_decode(self._context, batch)
@@ -97,10 +114,34 @@ class Tap:
             llama_cpp.llama_batch_free(batch)
         if code != 0:
             raise RuntimeError(f"llama_decode failed with code {code}")
-        if not logits:
-            return np.empty((0, self.n_vocab), dtype=np.float32)
         pointer = llama_cpp.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(pointer, shape=(len(tokens), self.n_vocab)).copy()
+        return np.ctypeslib.as_array(pointer, shape=(len(rows), self.n_vocab)).copy()
+
+    def continue_all(
+        self, prompts: Sequence[Sequence[int]], tokens: int, *, temperature: float = 0.7, seed: int = 0
+    ) -> list[list[int]]:
+        """Sample `tokens` tokens after each prompt, all prompts at once (see `sequences`); the sampled ids.
+
+        A finished text goes on with whatever the model says after its end token; cut there if that matters.
+        Raises ValueError if the prompts are too many or too long.
+        """
+        room = self.n_ctx // max(1, len(prompts))
+        if len(prompts) > self.sequences or max(map(len, prompts)) + tokens > room:
+            raise ValueError(f"{len(prompts)} prompts do not fit {self.sequences} sequences of {room} tokens")
+        rng = np.random.default_rng(seed)
+        self._clear()
+        out: list[list[int]] = [[] for _ in prompts]
+        rows = [(t, pos, s) for s, prompt in enumerate(prompts) for pos, t in enumerate(prompt)]
+        ends = list(np.cumsum([len(p) for p in prompts]) - 1)
+        for step in range(tokens):
+            logits = self._decode(rows)[ends] / temperature
+            noisy = logits + rng.gumbel(size=logits.shape)  # the largest of them is a draw from the softmax
+            chosen = noisy.argmax(axis=-1)
+            rows = [(int(t), len(p) + step, s) for s, (t, p) in enumerate(zip(chosen, prompts, strict=True))]
+            ends = list(range(len(prompts)))
+            for text, (token, _, _) in zip(out, rows, strict=True):
+                text.append(token)
+        return out
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of a text, without BOS."""

@@ -44,10 +44,20 @@ bool from_block(const ggml_tensor *t, int depth) {
     }
 }
 
+/// The scales of the chosen experts: GET_ROWS(REPEAT(RESHAPE(scales)), ids), or its inner part. They lie
+/// between the projections: a block that left them to others would fall into a piece for each projection.
+bool is_scale(const ggml_tensor *t) {
+    if (t->op == GGML_OP_GET_ROWS) t = t->src[0];
+    if (t->op != GGML_OP_REPEAT || t->ne[0] != 1) return false;
+    const ggml_tensor *column = t->src[0];
+    return column->op == GGML_OP_RESHAPE && column->ne[0] == 1 && column->src[0]->op == GGML_OP_NONE &&
+           ggml_n_dims(column->src[0]) == 1;
+}
+
 } // namespace
 
 bool is_block_node(const ggml_tensor *node) {
-    return from_block(node, 0);
+    return is_scale(node) || from_block(node, 0);
 }
 
 } // namespace spice

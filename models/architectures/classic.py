@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from models.architectures.parts import Architecture, Dims, Value, attention, moe
-
-
-def _gqa(d: Dims) -> int:
-    """Key-value heads where the architecture shares them: one per two query heads."""
-    return d.heads // 2
+from models.architectures.parts import Dims, Spelled, Value, attention, moe
 
 
 def _qwen2moe(d: Dims) -> dict[str, Value]:
@@ -20,7 +15,7 @@ def _qwen2moe(d: Dims) -> dict[str, Value]:
 
 def _qwen3moe(d: Dims) -> dict[str, Value]:
     return {
-        "attention.head_count_kv": _gqa(d),
+        "attention.head_count_kv": d.kv_heads,
         "attention.key_length": d.head_dim,
         "attention.value_length": d.head_dim,
         "expert_feed_forward_length": d.ff,
@@ -28,21 +23,30 @@ def _qwen3moe(d: Dims) -> dict[str, Value]:
 
 
 ALL = (
-    Architecture(
-        "qwen2moe",
-        lambda d, il: attention(d, il, bias=True) + moe(d, il, shared=True, shared_gate=True),
-        _qwen2moe,
+    Spelled(
+        name="qwen2moe",
+        layer=lambda d, il: attention(d, il, bias=True) + moe(d, il, shared=True, shared_gate=True),
+        header=_qwen2moe,
+        what="shared expert behind a gate of its own",
         has_shared=True,
     ),
-    Architecture(
-        "qwen3moe",
-        lambda d, il: attention(d, il, kv_heads=_gqa(d), head_norm=d.head_dim) + moe(d, il),
-        _qwen3moe,
+    Spelled(
+        name="qwen3moe",
+        layer=lambda d, il: attention(d, il, kv_heads=d.kv_heads, head_norm=d.head_dim) + moe(d, il),
+        header=_qwen3moe,
+        what="weights of the chosen experts sum to one",
+        scales=True,
     ),
-    Architecture("olmoe", lambda d, il: attention(d, il, head_norm=d.embd) + moe(d, il)),
-    Architecture(
-        "llama",
-        lambda d, il: attention(d, il, kv_heads=_gqa(d)) + moe(d, il),
-        lambda d: {"attention.head_count_kv": _gqa(d)},
+    Spelled(
+        name="olmoe",
+        layer=lambda d, il: attention(d, il, head_norm=d.embd) + moe(d, il),
+        what="weights do not sum to one",
+    ),
+    Spelled(
+        name="llama",
+        layer=lambda d, il: attention(d, il, kv_heads=d.kv_heads) + moe(d, il),
+        header=lambda d: {"attention.head_count_kv": d.kv_heads},
+        what="Mixtral",
+        scales=True,
     ),
 )

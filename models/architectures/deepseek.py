@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.architectures.parts import Architecture, Dims, Tensor, Value, attention, dense, moe
+from models.architectures.parts import Dims, Spelled, Tensor, Value, attention, dense, moe
 
 _LEAD = 1
 
@@ -60,18 +60,20 @@ def _ffn(d: Dims, il: int) -> list[Tensor]:
 
 
 ALL = (
-    Architecture(
-        "deepseek2",
-        lambda d, il: _mla(d, il) + _ffn(d, il),
-        _deepseek2,
+    Spelled(
+        name="deepseek2",
+        layer=lambda d, il: _mla(d, il) + _ffn(d, il),
+        header=_deepseek2,
+        what="V2-Lite: latent attention, a dense layer first, shared experts",
         fuses=True,
         has_shared=True,
         dense_lead=_LEAD,
     ),
-    Architecture(
-        "deepseek",
-        lambda d, il: attention(d, il) + _ffn(d, il),
-        _experts_header,
+    Spelled(
+        name="deepseek",
+        layer=lambda d, il: attention(d, il) + _ffn(d, il),
+        header=_experts_header,
+        what="a dense layer first, shared experts",
         has_shared=True,
         dense_lead=_LEAD,
     ),

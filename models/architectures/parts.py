@@ -26,6 +26,7 @@ class Dims:
     dense_ff: int = 512
     context: int = 4096
     fused_gate_up: bool = False
+    expert_scales: bool = False
     shared: bool = True
 
     @property
@@ -36,6 +37,11 @@ class Dims:
     @property
     def head_dim(self) -> int:
         return self.embd // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads where the architecture shares them: one per two query heads."""
+        return self.heads // 2
 
     @property
     def branch_gain(self) -> float:
@@ -52,8 +58,8 @@ class Dims:
 class Tensor:
     """One tensor to be filled: `role` says how (see `models.synth`), `gain` scales its random weights.
 
-    Roles: matrix, experts (matrices per expert), router, vector_matrix (a matrix of one row), norm, bias,
-    embedding, output.
+    Roles: matrix, experts (matrices per expert), router, vector_matrix (a matrix of one row), kernel (of a
+    convolution), norm and scale (near one), bias, decay (negative), embedding, output.
     """
 
     name: str
@@ -62,21 +68,33 @@ class Tensor:
     gain: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """How to make a model of one llama.cpp architecture.
 
-    header: values under "<arch>." beyond the common ones; layer: the tensors of layer il.
-    fuses: the loader takes gate and up as one tensor; has_shared: it demands shared experts;
-    dense_lead: leading dense layers.
+    name: what `synth` calls it; gguf_name: `general.architecture`, if that is another (variants).
+    header: values under "<arch>." beyond the common ones; what: one line on what is special about it.
+    fuses: the loader takes gate and up as one tensor; scales: the graph multiplies by a scale of each expert;
+    has_shared: the loader demands shared experts; dense_lead: leading dense layers; least_layers: fewer fail;
+    unused_layers: last ones that llama.cpp does not compute; encoder: gives embeddings, no logits.
+    Subclasses say where the tensors come from: `Spelled`, `loader.FromHeader`.
     """
 
     name: str
-    layer: Callable[[Dims, int], list[Tensor]]
+    gguf_name: str = ""
     header: Callable[[Dims], dict[str, Value]] = field(default=lambda d: {})
+    what: str = ""
     fuses: bool = False
+    scales: bool = False
     has_shared: bool = False
     dense_lead: int = 0
+    least_layers: int = 1
+    unused_layers: int = 0
+    encoder: bool = False
+
+    @property
+    def arch(self) -> str:
+        return self.gguf_name or self.name
 
     def common_header(self, d: Dims) -> dict[str, Value]:
         """Keys every architecture reads (llama_model_base::load_hparams), overlaid with its own."""
@@ -98,6 +116,26 @@ class Architecture:
 
     def tensors(self, d: Dims) -> list[Tensor]:
         """All tensors in file order: embedding, output head, then layer by layer."""
+        out = []
+        for tensor in self.plain_tensors(d):
+            out.append(tensor)
+            if d.expert_scales and tensor.role == "experts" and "gate_up" not in tensor.name:
+                name = tensor.name.removesuffix("weight") + "scale"
+                out.append(Tensor(name, tensor.shape[:1], "scale"))
+        return out
+
+    def plain_tensors(self, d: Dims) -> list[Tensor]:
+        """All tensors but scales of experts."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelled(Architecture):
+    """An architecture whose tensors are listed here. layer: the tensors of layer il."""
+
+    layer: Callable[[Dims, int], list[Tensor]]
+
+    def plain_tensors(self, d: Dims) -> list[Tensor]:
         out = [
             Tensor("token_embd.weight", (d.vocab, d.embd), "embedding"),
             Tensor("output_norm.weight", (d.embd,), "norm"),

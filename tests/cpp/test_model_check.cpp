@@ -78,10 +78,14 @@ TEST(check_experts_of_a_dense_model) {
     b.erase("llama.expert_group_count");
     b.u32("llama.expert_used_count", 1);
     EXPECT_CHECK(b, Code::malformed, "expert_used_count is 1");
+    b.u32("llama.expert_count", 4); // without stacked tensors: llama.cpp asserts all the same
+    b.u32("llama.expert_used_count", 0);
+    EXPECT_CHECK(b, Code::malformed, "expert_used_count is 0");
 }
 
 TEST(check_heads_and_rope) {
     EXPECT_CHANGED(b.u32("llama.attention.head_count", 0), Code::malformed, "head_count is 0");
+    EXPECT_CHANGED(b.i32("llama.attention.head_count", -2), Code::malformed, "head_count is -2");
     EXPECT_CHANGED(b.erase("llama.attention.head_count"), Code::malformed, "head_count is 0");
     EXPECT_CHANGED(b.u32("llama.attention.head_count_kv", 0), Code::malformed, "head_count_kv is 0");
     EXPECT_CHANGED(b.u32("llama.attention.head_count", 3);
@@ -101,12 +105,23 @@ TEST(check_heads_and_rope) {
     EXPECT_CHANGED(b.u32("llama.pooling_type", 5), Code::malformed, "pooling_type is 5");
 }
 
-TEST(check_latent_attention) {
+namespace {
+
+/// The good model with the keys of another architecture; whether its tensors fit that one is not
+/// check_model's matter.
+GgufBuilder as_architecture(const std::string &name) {
     GgufBuilder b = good_model();
-    b.text("general.architecture", "deepseek2");
+    b.text("general.architecture", name);
     for (test::Pair &pair : b.pairs) {
-        if (pair.key.starts_with("llama.")) pair.key = "deepseek2." + pair.key.substr(6);
+        if (pair.key.starts_with("llama.")) pair.key = name + pair.key.substr(5);
     }
+    return b;
+}
+
+} // namespace
+
+TEST(check_latent_attention) {
+    GgufBuilder b = as_architecture("deepseek2");
     b.u32("deepseek2.attention.kv_lora_rank", 32);
     b.u32("deepseek2.attention.key_length_mla", 32);
     b.u32("deepseek2.attention.key_length", 48);
@@ -116,6 +131,32 @@ TEST(check_latent_attention) {
     b.u32("deepseek2.attention.key_length", 48);
     b.u32("deepseek2.attention.key_length_mla", 16);
     EXPECT_CHECK(b, Code::malformed, "dimension_count is 16");
+}
+
+TEST(check_other_architectures) {
+    GgufBuilder phi = as_architecture("phi3"); // turns a part of the head
+    phi.u32("phi3.rope.dimension_count", 8);
+    EXPECT_CHECK(phi, Code::ok, "");
+    for (const uint32_t turned : {7u, 18u, 0xffffffffu}) {
+        phi.u32("phi3.rope.dimension_count", turned);
+        EXPECT_CHECK(phi, Code::malformed, "dimension_count");
+    }
+    GgufBuilder ernie = as_architecture("ernie4_5-moe");
+    ernie.u32("ernie4_5-moe.interleave_moe_layer_step", 1);
+    EXPECT_CHECK(ernie, Code::ok, "");
+    ernie.u32("ernie4_5-moe.interleave_moe_layer_step", 0);
+    EXPECT_CHECK(ernie, Code::malformed, "interleave_moe_layer_step is 0");
+    GgufBuilder jamba = as_architecture("jamba");
+    jamba.tensor("blk.0.ssm_in.weight", {32, 4});
+    jamba.u32("jamba.ssm.inner_size", 64);
+    EXPECT_CHECK(jamba, Code::ok, "");
+    jamba.u32("jamba.ssm.inner_size", 65);
+    EXPECT_CHECK(jamba, Code::malformed, "ssm.inner_size is 65");
+    GgufBuilder lfm = as_architecture("lfm2moe");
+    lfm.u32("lfm2moe.expert_gating_func", 2);
+    EXPECT_CHECK(lfm, Code::ok, "");
+    lfm.u32("lfm2moe.expert_gating_func", 0);
+    EXPECT_CHECK(lfm, Code::malformed, "expert_gating_func is 0");
 }
 
 TEST(check_tokens) {
@@ -150,6 +191,9 @@ TEST(check_tokens) {
     small.texts("tokenizer.ggml.tokens", {"a", "b", "c", "d"});
     small.text("tokenizer.ggml.model", "gpt2");
     EXPECT_CHECK(small, Code::ok, "");
+    GgufBuilder none = small;
+    none.texts("tokenizer.ggml.tokens", {});
+    EXPECT_CHECK(none, Code::malformed, "at least one text");
     small.u32("tokenizer.ggml.bos_token_id", 4);
     EXPECT_CHECK(small, Code::malformed, "bos_token_id is 4");
     small.flag("tokenizer.ggml.add_bos_token", 0);

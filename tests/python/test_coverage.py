@@ -121,7 +121,7 @@ def test_type(kind: str, tiny_model) -> None:
     """One bank row per expert: encoding all of them in the IQ types takes long."""
     path = tiny_model("olmoe", layers=1, experts=4, expert_type=kind, row_bank=1)
     assert {t.tensor_type.name for t in GGUFReader(path).tensors if "_exps." in t.name} == {kind}
-    compare(path, "olmoe", used=2, n_threads=2, n_threads_batch=2)
+    compare(path, "olmoe", used=2)
 
 
 @pytest.mark.parametrize(
