@@ -85,6 +85,7 @@ bool type_is_host(ggml_backend_buffer_type_t) {
 
 ggml_backend_buffer_t type_allocate(ggml_backend_buffer_type_t type, size_t bytes) {
     auto &attachment = *static_cast<Attachment *>(type->context);
+    if (!attachment.loading()) return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), bytes);
     const size_t reserved = bytes + 64; // ggml may ask for 0 bytes, and mmap refuses that
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #ifdef MAP_NORESERVE
@@ -138,9 +139,10 @@ std::shared_ptr<Attachment> Attachment::make(std::shared_ptr<Engine> engine) {
 }
 
 size_t Attachment::finish_load() {
-    for (ggml_tensor *tensor : renamed_) ggml_set_name(tensor, expert_tensor(tensor)->part->name.c_str());
+    for (ggml_tensor *tensor : renamed_) ggml_set_name(tensor, expert_tensor(tensor)->info->name.c_str());
     const size_t n = renamed_.size();
     renamed_.clear();
+    loading_ = false;
     return n;
 }
 

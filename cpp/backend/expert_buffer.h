@@ -25,6 +25,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     [[nodiscard]] ggml_backend_buffer_type_t buffer_type() { return &type_; }
     /// Gives the expert tensors their names back; returns how many. Call after a load that succeeded.
     [[nodiscard]] size_t finish_load();
+    /// False after finish_load: what llama.cpp allocates of this type then is no expert of the model, but a
+    /// LoRA adapter's matrices for one, which belong in ordinary memory.
+    [[nodiscard]] bool loading() const { return loading_; }
     void note_renamed(ggml_tensor *tensor) { renamed_.push_back(tensor); }
     void forget_renamed() { renamed_.clear(); }
 
@@ -33,6 +36,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     std::shared_ptr<Engine> engine_;
     ggml_backend_buffer_type type_{};
     std::vector<ggml_tensor *> renamed_;
+    bool loading_ = true;
 };
 
 /// Which tensors go to the buffer type: ECMAScript regular expression for llama.cpp's override table.

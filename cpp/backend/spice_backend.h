@@ -1,9 +1,8 @@
 // The backend of one llama context: runs the splits that hold our MoE blocks.
 //
-// compute() gets a split with everything before it computed. For each block it asks the Engine for the routed
-// experts, then hands one graph to a CPU backend of its own: the block's nodes as they are, except that each
-// MUL_MAT_ID reads the slot tensor with slot numbers in place of expert ids. So the arithmetic, the threads
-// (ggml-cpu's OpenMP runtime, one parallel region per layer call) and the bits are stock's.
+// compute() gets a split with everything before it computed, and hands it to a CPU backend of its own with
+// the multiplications by expert weights replaced (block_graph.h). So the threads are those of ggml-cpu's
+// OpenMP runtime, in one parallel region per layer call when every expert is there, and the bits are stock's.
 //
 // Thread: the context's compute thread. Blocks on disk while experts are read. Errors go to Engine::fail and
 // back to llama.cpp as GGML_STATUS_FAILED; nothing throws across ggml.

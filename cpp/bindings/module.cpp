@@ -20,19 +20,29 @@ namespace {
 
 void raise_if(const Status &status) {
     if (status.ok()) return;
+    // The message may quote a damaged file, so it need not be UTF-8.
+    const std::string &text = status.message();
+    const auto message = py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
     py::object error = py::module_::import("spice_moe.errors")
-                           .attr("from_code")(static_cast<int32_t>(status.code()), status.message());
+                           .attr("from_code")(static_cast<int32_t>(status.code()), message);
     PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error.ptr())), error.ptr());
     throw py::error_already_set();
 }
 
 class Model {
   public:
-    Model(const std::string &path, int64_t expert_used, int32_t io_threads) {
+    Model(const std::string &path, int64_t expert_used, int32_t io_threads, const std::string &eviction,
+          bool direct_io) {
+        const EngineOptions options = {.expert_used = expert_used,
+                                       .io_threads = io_threads,
+                                       .eviction = eviction,
+                                       .direct_io = direct_io,
+                                       .ops = nullptr};
         std::optional<Result<std::shared_ptr<Engine>>> engine;
         {
             const py::gil_scoped_release unlocked; // headers can be large and the disk slow
-            engine.emplace(Engine::open(path, expert_used, io_threads));
+            engine.emplace(Engine::open(path, options));
         }
         raise_if(engine->status());
         attachment_ = Attachment::make(engine->take());
@@ -99,6 +109,21 @@ py::dict summary(const Model &m) {
     return out;
 }
 
+py::dict pool(const Model &m) {
+    const PoolPlan &plan = m.engine().plan();
+    py::dict out;
+    out["budget"] = plan.budget;
+    out["smallest"] = plan.smallest;
+    out["everything"] = plan.everything;
+    out["working_set"] = plan.working_set;
+    out["n_slots"] = plan.n_slots;
+    out["n_experts"] = plan.n_experts;
+    out["n_classes"] = plan.n_classes;
+    out["eviction"] = plan.eviction;
+    out["direct_io"] = plan.direct_io;
+    return out;
+}
+
 py::dict stats(const Model &m) {
     const Counters c = m.engine().counters();
     py::dict out;
@@ -109,9 +134,15 @@ py::dict stats(const Model &m) {
     out["expert_rows"] = c.expert_rows;
     out["experts_requested"] = c.experts_requested;
     out["experts_missed"] = c.experts_missed;
+    out["waves"] = c.waves;
+    out["rows_direct"] = c.rows_direct;
+    out["rows_batched"] = c.rows_batched;
+    out["evictions"] = c.evictions;
     out["slabs_read"] = c.slabs_read;
-    out["bytes_read"] = c.bytes_read;
-    out["read_seconds"] = c.read_seconds;
+    out["bytes_read"] = c.reader.bytes;
+    out["reads"] = c.reader.reads;
+    out["read_seconds"] = c.reader.busy_seconds;
+    out["stall_seconds"] = c.stall_seconds;
     out["resident_experts"] = c.resident_experts;
     out["resident_bytes"] = c.resident_bytes;
     out["failures"] = c.failures;
@@ -144,8 +175,14 @@ PYBIND11_MODULE(_core, m) {
     bind_policy(m);
 
     py::class_<Model>(m, "Model")
-        .def(py::init<const std::string &, int64_t, int32_t>(), py::arg("path"), py::arg("expert_used") = 0,
-             py::arg("io_threads") = 4)
+        .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool>(), py::arg("path"),
+             py::arg("expert_used") = 0, py::arg("io_threads") = 4, py::arg("eviction") = "",
+             py::arg("direct_io") = true)
+        .def(
+            "build_pool",
+            [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },
+            py::arg("budget"))
+        .def("pool", &pool)
         .def("summary", &summary)
         .def("stats", &stats)
         .def("reset_stats", [](const Model &model) { model.engine().reset_counters(); })

@@ -1,22 +1,53 @@
 #include "runtime/engine.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace spice {
 
 namespace {
-constexpr uint64_t part_alignment = 64;
-constexpr uint64_t align_up(uint64_t n) {
-    return (n + part_alignment - 1) / part_alignment * part_alignment;
+
+// A slot for the expert that is computed and one for the expert that is read.
+constexpr int64_t min_slots = 2;
+
+uint64_t align_up(uint64_t n, uint64_t alignment) {
+    return (n + alignment - 1) / alignment * alignment;
 }
+
+/// The order in which a block multiplies: what is needed first is read first.
+int use_order(Projection projection) {
+    switch (projection) {
+    case Projection::gate:
+    case Projection::gate_up:
+        return 0;
+    case Projection::up:
+        return 1;
+    case Projection::down:
+        break;
+    }
+    return 2;
+}
+
 } // namespace
 
-Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path, int64_t expert_used,
-                                             int32_t io_threads) {
+void Arrivals::note(const Status &status) noexcept {
+    if (!status.ok()) {
+        const std::lock_guard lock(mutex_);
+        if (error_.ok()) error_ = status;
+    }
+    count_.fetch_add(1, std::memory_order_release);
+    count_.notify_all();
+}
+
+Status Arrivals::take_error() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(error_, {});
+}
+
+Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path,
+                                             const EngineOptions &options) {
     Result<GgufModel> model = GgufModel::open(path);
     if (!model.ok()) return model.status();
-    if (Status status = check_model(model.value(), expert_used); !status.ok()) return status;
+    if (Status status = check_model(model.value(), options.expert_used); !status.ok()) return status;
     Result<ExpertIndex> index = ExpertIndex::build(model.value());
     if (!index.ok()) return index.status();
 
@@ -27,38 +58,127 @@ Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path, 
 
     std::vector<std::filesystem::path> files;
     for (const GgufFile &file : engine->model_.files()) files.push_back(file.path);
-    auto reader = SlabReader::open(std::move(files), io_threads);
+    auto reader = SlabReader::open(
+        std::move(files), {.n_threads = options.io_threads, .direct = options.direct_io, .ops = options.ops});
     if (!reader.ok()) return reader.status();
     engine->reader_ = reader.take();
-    if (Status status = engine->build_groups(); !status.ok()) return status;
+    engine->build_groups();
+    engine->plan_pool(options.expert_used);
+    const auto names = policy::eviction_names();
+    engine->plan_.eviction = options.eviction.empty() ? std::string(names.front()) : options.eviction;
+    if (std::ranges::find(names, engine->plan_.eviction) == names.end()) {
+        std::string known;
+        for (const std::string_view name : names) known += " " + std::string(name);
+        return Status(Code::unsupported, "no eviction strategy is called '" + engine->plan_.eviction +
+                                             "'; choose one of:" + known);
+    }
     return engine;
 }
 
-Status Engine::build_groups() {
+Engine::~Engine() {
+    reader_.reset();
+} // no thread writes to slots after this
+
+void Engine::build_groups() {
+    const uint64_t alignment = reader_->alignment();
     for (const LayerExperts &layer : index_.layers()) {
         for (const Bank bank : {Bank::routed, Bank::adjugate}) {
+            std::vector<const ExpertPart *> parts;
+            for (const ExpertPart &part : layer.parts) {
+                if (part.bank == bank && part.kind == PartKind::weight) parts.push_back(&part);
+            }
+            if (parts.empty()) continue;
+            std::ranges::stable_sort(parts, {},
+                                     [](const ExpertPart *part) { return use_order(part->projection); });
+
             Group group;
             group.layer = layer.layer;
             group.bank = bank;
-            int32_t n_expert = 0;
-            uint64_t offset = 0;
-            for (const ExpertPart &part : layer.parts) {
-                if (part.bank != bank || part.kind != PartKind::weight) continue;
+            group.n_expert = parts.front()->n_expert;
+            group.slabs = std::make_unique<Slab[]>(static_cast<size_t>(group.n_expert));
+            std::vector<uint64_t> part_bytes;
+            for (size_t p = 0; p < parts.size(); ++p) {
+                const ExpertPart &part = *parts[p];
                 auto tensor = std::make_unique<ExpertTensor>();
-                *tensor = {this, static_cast<int32_t>(groups_.size()), &part, offset};
+                *tensor = {this, static_cast<int32_t>(groups_.size()), p, &part};
                 group.parts.push_back(tensor.get());
                 tensors_.emplace(part.name, std::move(tensor));
-                n_expert = part.n_expert;
-                offset = align_up(offset + part.stride);
-                group.slab_bytes += part.stride;
+                part_bytes.push_back(part.stride);
+                // Read in place when every expert of the tensor lies alike within the disk's units; otherwise
+                // the reader copies, so that all experts of the tensor have one place in their slots.
+                group.phase[p] = part.stride % alignment == 0 ? part.offset % alignment : 0;
             }
-            if (group.parts.empty()) continue;
-            auto pool = SlotPool::make(offset, n_expert);
-            if (!pool.ok()) return pool.status();
-            group.pool = pool.take();
-            group.slot_of.assign(static_cast<size_t>(n_expert), -1);
+
+            auto cls = std::ranges::find(classes_, part_bytes, &SizeClass::part_bytes);
+            if (cls == classes_.end()) {
+                SizeClass fresh;
+                for (const uint64_t bytes : part_bytes) {
+                    // Room for whole units around the part wherever it begins; 64 is what ggml asks of data.
+                    fresh.part_room.push_back(fresh.slot_bytes);
+                    const uint64_t unit = std::max<uint64_t>(alignment, 64);
+                    fresh.slot_bytes += align_up(bytes + (alignment > 1 ? alignment - 1 : 0), unit);
+                }
+                fresh.part_bytes = part_bytes;
+                classes_.push_back(std::move(fresh));
+                cls = std::prev(classes_.end());
+            }
+            group.size_class = static_cast<int32_t>(cls - classes_.begin());
+            group.number = static_cast<int32_t>(cls->groups.size());
+            cls->groups.push_back(static_cast<int32_t>(groups_.size()));
+            cls->n_experts += group.n_expert;
+            cls->max_experts = std::max(cls->max_experts, group.n_expert);
             groups_.push_back(std::move(group));
         }
+    }
+}
+
+void Engine::plan_pool(int64_t expert_used) {
+    const std::string arch = model_.architecture();
+    const auto used = [&](const Group &group) {
+        const int64_t k = expert_used > 0
+                              ? expert_used
+                              : model_.get_int(arch + ".expert_used_count", group.layer).value_or(1);
+        return std::clamp<int64_t>(k, 1, group.n_expert);
+    };
+    plan_.n_classes = static_cast<int32_t>(classes_.size());
+    plan_.direct_io = reader_->direct();
+    for (const SizeClass &cls : classes_) {
+        plan_.everything += cls.slot_bytes * static_cast<uint64_t>(cls.n_experts);
+        plan_.smallest += cls.slot_bytes * static_cast<uint64_t>(std::min(min_slots, cls.n_experts));
+        plan_.n_experts += cls.n_experts;
+        for (const int32_t group : cls.groups) {
+            plan_.working_set +=
+                cls.slot_bytes * static_cast<uint64_t>(used(groups_[static_cast<size_t>(group)]));
+        }
+    }
+}
+
+Status Engine::build_pool(uint64_t budget) {
+    const std::lock_guard lock(mutex_);
+    if (classes_.empty()) return {};
+    if (plan_.n_slots > 0) return {Code::internal, "the expert pool is there already"};
+    if (budget < plan_.smallest) {
+        return {Code::budget,
+                model_.files().front().path.string() + ": a budget of " + std::to_string(budget) +
+                    " bytes is too small for its experts; give at least " + std::to_string(plan_.smallest)};
+    }
+    for (SizeClass &cls : classes_) {
+        // What the class cannot do without, and of the rest the share that its experts have of the model.
+        const auto all = static_cast<double>(cls.slot_bytes) * static_cast<double>(cls.n_experts);
+        const double share = all / static_cast<double>(plan_.everything);
+        const double spare = static_cast<double>(budget - plan_.smallest) * share;
+        const auto extra = static_cast<int64_t>(spare / static_cast<double>(cls.slot_bytes));
+        const int64_t n = budget >= plan_.everything
+                              ? cls.n_experts
+                              : std::min(std::min(min_slots, cls.n_experts) + extra, cls.n_experts);
+        const auto n_slots = static_cast<int32_t>(n);
+        auto pool = SlotPool::make(cls.slot_bytes, n_slots, std::max<uint64_t>(reader_->alignment(), 64));
+        if (!pool.ok()) return pool.status();
+        cls.pool = pool.take();
+        cls.eviction = policy::make_eviction(
+            plan_.eviction, {static_cast<int32_t>(cls.groups.size()), cls.max_experts, n_slots});
+        plan_.n_slots += n_slots;
+        plan_.budget += cls.pool.stride() * static_cast<uint64_t>(n_slots);
     }
     return {};
 }
@@ -68,101 +188,74 @@ const ExpertTensor *Engine::find(std::string_view name) const {
     return it == tensors_.end() ? nullptr : it->second.get();
 }
 
-Status Engine::run(int32_t group_id, std::span<const int32_t> ids, std::span<int32_t> slots) {
-    const std::lock_guard lock(mutex_);
-    Group &group = groups_[static_cast<size_t>(group_id)];
-    const auto n_expert = static_cast<int32_t>(group.slot_of.size());
-
-    std::vector<int32_t> routed(ids.begin(), ids.end());
-    std::ranges::sort(routed);
-    routed.erase(std::unique(routed.begin(), routed.end()), routed.end());
-    if (!routed.empty() && (routed.front() < 0 || routed.back() >= n_expert)) {
-        const int32_t bad = routed.front() < 0 ? routed.front() : routed.back();
-        return {Code::malformed, "layer " + std::to_string(group.layer) + ": the router chose expert " +
-                                     std::to_string(bad) + " of " + std::to_string(n_expert) +
-                                     "; the model file is damaged"};
-    }
-
-    std::vector<int32_t> missing;
-    std::ranges::copy_if(routed, std::back_inserter(missing),
-                         [&](int32_t e) { return group.slot_of[static_cast<size_t>(e)] < 0; });
-    counters_.experts_requested += routed.size();
-    counters_.experts_missed += missing.size();
-    if (!missing.empty()) {
-        if (Status status = load(group, missing); !status.ok()) return status;
-    }
-
-    for (const int32_t expert : routed) group.pool.pin(group.slot_of[static_cast<size_t>(expert)]);
-    std::ranges::transform(ids, slots.begin(),
-                           [&](int32_t e) { return group.slot_of[static_cast<size_t>(e)]; });
-    counters_.layer_calls += 1;
-    counters_.expert_rows += ids.size();
-    return {};
+std::byte *Engine::part_data(const Group &group, size_t part, int32_t slot) const {
+    const SizeClass &cls = classes_[static_cast<size_t>(group.size_class)];
+    return cls.pool.data(slot) + cls.part_room[part] + group.phase[part];
 }
 
-Status Engine::load(Group &group, std::span<const int32_t> missing) {
-    std::vector<int32_t> taken;
-    std::vector<ReadPiece> pieces;
-    for (const int32_t expert : missing) {
-        const std::optional<int32_t> slot = group.pool.take();
-        if (!slot) { // cannot happen while every expert has a slot of its own
-            for (const int32_t s : taken) group.pool.release(s);
-            return {Code::internal, "layer " + std::to_string(group.layer) + ": no free slot"};
-        }
-        taken.push_back(*slot);
-        for (const ExpertTensor *tensor : group.parts) {
-            const ExpertPart &part = *tensor->part;
-            pieces.push_back({part.file,
-                              part.offset + static_cast<uint64_t>(expert) * part.stride,
-                              {group.pool.data(*slot) + tensor->slot_offset, part.stride}});
-        }
-    }
-
-    const auto start = std::chrono::steady_clock::now();
-    Status status = reader_->read(pieces);
-    counters_.read_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (!status.ok()) {
-        for (const int32_t slot : taken) group.pool.release(slot);
-        return status;
-    }
-    for (size_t i = 0; i < missing.size(); ++i) {
-        group.pool.mark_ready(taken[i]);
-        group.slot_of[static_cast<size_t>(missing[i])] = taken[i];
-    }
-    counters_.slabs_read += missing.size();
-    counters_.bytes_read += missing.size() * group.slab_bytes;
-    return {};
+SlotTensor Engine::slot_tensor(const ExpertTensor &tensor) const {
+    const Group &group =
+        groups_[static_cast<size_t>(tensor.group)]; // fixed after open, like the pool's place
+    const SlotPool &pool = classes_[static_cast<size_t>(group.size_class)].pool;
+    return {part_data(group, tensor.part, 0), pool.stride(), pool.n_slots()};
 }
 
-void Engine::done(int32_t group_id, std::span<const int32_t> slots) {
-    const std::lock_guard lock(mutex_);
-    Group &group = groups_[static_cast<size_t>(group_id)];
-    std::vector<int32_t> pinned(slots.begin(), slots.end());
-    std::ranges::sort(pinned);
-    pinned.erase(std::unique(pinned.begin(), pinned.end()), pinned.end());
-    for (const int32_t slot : pinned) group.pool.unpin(slot);
+bool Engine::give_slot(Group &group, int32_t expert) {
+    SizeClass &cls = classes_[static_cast<size_t>(group.size_class)];
+    std::optional<int32_t> slot = cls.pool.take();
+    if (!slot) {
+        const auto evictable = [&](policy::SlabId id) {
+            const Group &owner = groups_[static_cast<size_t>(cls.groups[static_cast<size_t>(id.group)])];
+            const Slab &slab = owner.slabs[static_cast<size_t>(id.expert)];
+            return slab.pins == 0 && !slab.busy(owner.parts.size());
+        };
+        const std::optional<policy::SlabId> victim = cls.eviction->victim(evictable);
+        if (!victim) return false;
+        evict(cls, *victim);
+        counters_.evictions += 1;
+        slot = cls.pool.take();
+    }
+    group.slabs[static_cast<size_t>(expert)].slot = *slot;
+    cls.eviction->on_load({group.number, expert});
+    return true;
 }
 
-SlotTensor Engine::slot_tensor(int32_t group) const {
-    const SlotPool &pool = groups_[static_cast<size_t>(group)].pool; // fixed after open
-    return {pool.base(), pool.stride(), pool.n_slots()};
+void Engine::evict(SizeClass &cls, policy::SlabId id) {
+    Group &group = groups_[static_cast<size_t>(cls.groups[static_cast<size_t>(id.group)])];
+    Slab &slab = group.slabs[static_cast<size_t>(id.expert)];
+    for (Part &part : slab.parts) part.set(PartState::absent);
+    cls.pool.release(std::exchange(slab.slot, -1));
+    cls.eviction->on_evict(id);
+}
+
+void Engine::request(Group &group, int32_t expert, size_t part, Priority priority) {
+    Slab &slab = group.slabs[static_cast<size_t>(expert)];
+    const ExpertPart &info = *group.parts[part]->info;
+    slab.parts[part].start(arrivals_);
+    reader_->submit({info.file,
+                     info.offset + static_cast<uint64_t>(expert) * info.stride,
+                     {part_data(group, part, slab.slot), info.stride},
+                     &slab.parts[part]},
+                    priority);
 }
 
 Status Engine::read_back(const ExpertTensor &tensor, uint64_t offset, std::span<std::byte> to) {
-    const ExpertPart &part = *tensor.part;
-    const uint64_t end = part.stride * static_cast<uint64_t>(part.n_expert);
+    const ExpertPart &info = *tensor.info;
+    const uint64_t end = info.stride * static_cast<uint64_t>(info.n_expert);
     if (offset > end || to.size() > end - offset) {
-        return {Code::internal, part.name + ": read past the end of the tensor"};
+        return {Code::internal, info.name + ": read past the end of the tensor"};
     }
-    const ReadPiece piece{part.file, part.offset + offset, to};
-    return reader_->read({&piece, 1});
+    return reader_->read(info.file, info.offset + offset, to);
 }
 
-void Engine::count_graph(uint64_t matmul_nodes, uint64_t delegated_nodes) {
+void Engine::count_graph(const GraphCount &graph) {
     const std::lock_guard lock(mutex_);
     counters_.graph_calls += 1;
-    counters_.matmul_nodes += matmul_nodes;
-    counters_.delegated_nodes += delegated_nodes;
+    counters_.matmul_nodes += graph.matmul_nodes;
+    counters_.delegated_nodes += graph.delegated_nodes;
+    counters_.waves += graph.waves;
+    counters_.rows_direct += graph.rows_direct;
+    counters_.rows_batched += graph.rows_batched;
 }
 
 void Engine::fail(Status status) {
@@ -179,10 +272,12 @@ std::optional<Status> Engine::take_error() {
 Counters Engine::counters() const {
     const std::lock_guard lock(mutex_);
     Counters counters = counters_;
-    for (const Group &group : groups_) {
-        const auto n = static_cast<uint64_t>(group.pool.n_resident());
+    counters.stall_seconds = stalls_.seconds();
+    if (reader_ != nullptr) counters.reader = reader_->counters();
+    for (const SizeClass &cls : classes_) {
+        const auto n = static_cast<uint64_t>(cls.pool.n_slots() - cls.pool.n_free());
         counters.resident_experts += n;
-        counters.resident_bytes += n * group.slab_bytes;
+        counters.resident_bytes += n * cls.pool.stride();
     }
     return counters;
 }
@@ -190,6 +285,8 @@ Counters Engine::counters() const {
 void Engine::reset_counters() {
     const std::lock_guard lock(mutex_);
     counters_ = {};
+    stalls_.reset();
+    if (reader_ != nullptr) reader_->reset_counters();
 }
 
 } // namespace spice

@@ -1,19 +1,24 @@
-// The Engine of one loaded model: makes the experts of a layer call resident and says in which slots they
-// are. The only place where policy, store and compute meet. In this version every slab is read at first use
-// and stays, one pool per layer; a bounded pool with eviction replaces the pools behind the same calls.
+// The Engine of one loaded model: keeps its experts in a bounded pool and makes those of a layer call
+// resident. The only place where policy, store and compute meet.
 //
-// Thread: any number of compute threads (one per llama context) may call run/done at the same time; they
-// take turns while slabs are read. run() blocks on disk. Everything const is safe anywhere.
+// Slabs of one shape (same projections, same bytes) form a size class with one slot pool and one eviction
+// strategy; the budget is shared between classes by their share of the model. A layer call (layer_call.h)
+// pins what it needs, evicts what the strategy names, and queues demand reads; I/O threads fill the slots.
+//
+// Thread: any number of compute threads (one per llama context), each with its own LayerCalls; short sections
+// under one lock, never while reading or computing. Everything const is safe anywhere.
 // Errors: Status values; the last failure of the compute path is also kept for the binding (take_error),
 // because ggml passes on only a failed status.
 #pragma once
 
+#include "policy/eviction.h"
+#include "runtime/slab.h"
+#include "runtime/stall_clock.h"
 #include "store/expert_index.h"
 #include "store/gguf_model.h"
 #include "store/slab_reader.h"
 #include "store/slot_pool.h"
 
-#include <atomic>
 #include <filesystem>
 #include <memory>
 #include <mutex>
@@ -27,88 +32,144 @@ namespace spice {
 
 class Engine;
 
-/// One stacked expert weight tensor as the backend sees it: where its part lies within the slots of a pool.
+/// One stacked expert weight tensor as the backend sees it.
 struct ExpertTensor {
     Engine *engine = nullptr;
-    int32_t group = 0; ///< which pool: one routed bank of one layer
-    const ExpertPart *part = nullptr;
-    uint64_t slot_offset = 0; ///< byte offset of this part within each slot
+    int32_t group = 0; ///< one routed bank of one layer
+    size_t part = 0;   ///< which part of the slab
+    const ExpertPart *info = nullptr;
 };
 
-/// What run() returns besides the slots: the slot tensor of the group.
+/// The pool seen as a tensor of one part: expert weights at base + slot * stride.
 struct SlotTensor {
     std::byte *base = nullptr;
     uint64_t stride = 0; ///< bytes between slots
     int32_t n_slots = 0;
 };
 
-/// Counters since the model was opened; see python/spice_moe/stats.py for what each means.
+/// Counters since the model was opened or reset; see python/spice_moe/stats.py for what each means.
 struct Counters {
     uint64_t graph_calls = 0;
     uint64_t layer_calls = 0;
     uint64_t matmul_nodes = 0;
     uint64_t delegated_nodes = 0;
+    uint64_t waves = 0;
     uint64_t expert_rows = 0;
+    uint64_t rows_direct = 0;
+    uint64_t rows_batched = 0;
     uint64_t experts_requested = 0;
     uint64_t experts_missed = 0;
     uint64_t slabs_read = 0;
-    uint64_t bytes_read = 0;
-    double read_seconds = 0.0;
+    uint64_t evictions = 0;
     uint64_t failures = 0;
+    double stall_seconds = 0.0;
+    ReaderCounters reader;
     uint64_t resident_experts = 0;
     uint64_t resident_bytes = 0;
 };
 
+struct EngineOptions {
+    int64_t expert_used = 0; ///< the user's override of expert_used_count, 0 for none
+    int32_t io_threads = 4;
+    uint64_t ram_budget = 0; ///< bytes for slots; 0: room for every expert
+    std::string eviction;    ///< a name of policy::eviction_names(); empty: the default
+    bool direct_io = true;
+    std::shared_ptr<FileOps> ops; ///< null: real files
+};
+
+/// What the pool needs (after open) and what it got (after build_pool).
+struct PoolPlan {
+    uint64_t budget = 0;      ///< bytes that all slots take
+    uint64_t smallest = 0;    ///< the smallest budget that works
+    uint64_t everything = 0;  ///< the budget with room for every expert
+    uint64_t working_set = 0; ///< slots that one token touches, in bytes
+    int64_t n_slots = 0;
+    int64_t n_experts = 0;
+    int32_t n_classes = 0;
+    std::string eviction;
+    bool direct_io = false;
+};
+
 class Engine {
   public:
-    /// Reads the headers of `path` (all split files), checks the model, reserves address space. No expert
-    /// byte is read. `expert_used`: the user's override of expert_used_count, 0 for none.
+    /// Reads the headers of `path` (all split files) and checks the model. No expert byte is read. Errors:
+    /// those of the headers; unsupported, for an unknown strategy.
     [[nodiscard]] static Result<std::shared_ptr<Engine>> open(const std::filesystem::path &path,
-                                                              int64_t expert_used, int32_t io_threads);
+                                                              const EngineOptions &options);
+    ~Engine();
+
+    /// Makes the pool, before the first layer call: once the rest of the model is in memory, it is known what
+    /// is left. `budget` in bytes, what exceeds everything is not taken. Errors: budget (below the smallest
+    /// that works), out_of_memory, internal (called twice).
+    [[nodiscard]] Status build_pool(uint64_t budget);
 
     [[nodiscard]] const GgufModel &model() const { return model_; }
     [[nodiscard]] const ExpertIndex &index() const { return index_; }
+    [[nodiscard]] const PoolPlan &plan() const { return plan_; }
     /// The record of an expert weight tensor by its GGUF name, or nullptr. Stable for the Engine's life.
     [[nodiscard]] const ExpertTensor *find(std::string_view name) const;
-
-    /// Makes every expert of `ids` (any order, duplicates allowed) of the group resident and pins it, reading
-    /// what is missing; writes the slot of ids[i] to slots[i]. On error nothing stays pinned.
-    [[nodiscard]] Status run(int32_t group, std::span<const int32_t> ids, std::span<int32_t> slots);
-    /// Unpins what run() pinned for the same ids. `slots` as run() wrote them.
-    void done(int32_t group, std::span<const int32_t> slots);
-    [[nodiscard]] SlotTensor slot_tensor(int32_t group) const;
-
+    [[nodiscard]] SlotTensor slot_tensor(const ExpertTensor &tensor) const;
     /// Bytes of an expert tensor straight from the file, for the rare caller that reads a weight back.
     [[nodiscard]] Status read_back(const ExpertTensor &tensor, uint64_t offset, std::span<std::byte> to);
 
-    void count_graph(uint64_t matmul_nodes, uint64_t delegated_nodes);
+    struct GraphCount {
+        uint64_t matmul_nodes = 0, delegated_nodes = 0, waves = 0, rows_direct = 0, rows_batched = 0;
+    };
+    void count_graph(const GraphCount &graph);
     void fail(Status status); ///< keeps the status for take_error() and counts it
     [[nodiscard]] std::optional<Status> take_error();
     [[nodiscard]] Counters counters() const;
     void reset_counters();
 
   private:
+    friend class LayerCall;
+
     struct Group {
         int32_t layer = 0;
         Bank bank = Bank::routed;
-        uint64_t slab_bytes = 0;
-        std::vector<const ExpertTensor *> parts;
-        std::vector<int32_t> slot_of; ///< by expert; -1: not resident
-        SlotPool pool;
+        int32_t size_class = 0;
+        int32_t number = 0; ///< dense, within its class: what the strategy calls it
+        int32_t n_expert = 0;
+        std::vector<const ExpertTensor *> parts;    ///< in the order in which a block uses them
+        std::array<uint64_t, max_parts> phase = {}; ///< of the part's bytes within its room in the slot
+        std::unique_ptr<Slab[]> slabs;
     };
+    struct SizeClass {
+        std::vector<uint64_t> part_bytes;
+        std::vector<uint64_t> part_room; ///< offset of each part's room in a slot
+        uint64_t slot_bytes = 0;
+        int64_t n_experts = 0; ///< of all its groups
+        int32_t max_experts = 0;
+        std::vector<int32_t> groups; ///< by their number in the class
+        SlotPool pool;
+        std::unique_ptr<policy::Eviction> eviction;
+    };
+
     Engine() = default;
-    [[nodiscard]] Status build_groups();
-    [[nodiscard]] Status load(Group &group, std::span<const int32_t> missing);
+    void build_groups();
+    void plan_pool(int64_t expert_used);
+
+    // Under the lock:
+    [[nodiscard]] bool give_slot(Group &group,
+                                 int32_t expert); ///< evicts if it must; false: nothing to evict
+    void evict(SizeClass &cls, policy::SlabId id);
+    void request(Group &group, int32_t expert, size_t part, Priority priority);
+    [[nodiscard]] std::byte *part_data(const Group &group, size_t part, int32_t slot) const;
 
     GgufModel model_;
     ExpertIndex index_;
-    std::unique_ptr<SlabReader> reader_;
+    PoolPlan plan_;
     std::unordered_map<std::string_view, std::unique_ptr<ExpertTensor>> tensors_;
+    Arrivals arrivals_;
+    StallClock stalls_;
 
-    mutable std::mutex mutex_; ///< guards everything below
+    mutable std::mutex mutex_; ///< guards slabs' slots and pins, pools, strategies, counters
     std::vector<Group> groups_;
+    std::vector<SizeClass> classes_;
     Counters counters_;
     std::optional<Status> error_;
+
+    std::unique_ptr<SlabReader> reader_; ///< last: its threads write to everything above
 };
 
 } // namespace spice

@@ -2,50 +2,58 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
-#include <fcntl.h>
+#include <future>
+#include <new>
 #include <system_error>
-#include <unistd.h>
 
 namespace spice {
 
 namespace {
-// Large enough for full disk speed, small enough that the parts of one expert are read in parallel.
-constexpr size_t max_read = size_t{4} << 20;
-
-std::string at(const std::filesystem::path &path, uint64_t offset, size_t bytes) {
-    return path.string() + ": " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset);
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 } // namespace
 
-FileHandle::~FileHandle() {
-    if (fd_ >= 0) ::close(fd_);
-}
+struct SlabReader::Bounce {
+    struct Free {
+        void operator()(std::byte *p) const { std::free(p); }
+    };
+    std::unique_ptr<std::byte, Free> data;
+    size_t bytes = 0;
 
-Result<FileHandle> FileHandle::open(const std::filesystem::path &path) {
-    FileHandle handle;
-    do {
-        handle.fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    } while (handle.fd_ < 0 && errno == EINTR);
-    if (handle.fd_ < 0) {
-        const int error = errno;
-        const Code code = error == ENOENT ? Code::not_found : Code::io;
-        return Status(code, path.string() + ": cannot open: " + std::strerror(error));
+    /// At least `n` bytes, aligned for any direct file; nullptr when there is no memory.
+    std::byte *get(size_t n) {
+        if (n > bytes) {
+            const size_t rounded = (n + 4095) / 4096 * 4096;
+            data.reset(static_cast<std::byte *>(std::aligned_alloc(4096, rounded)));
+            bytes = data == nullptr ? 0 : rounded;
+        }
+        return data.get();
     }
-    return handle;
-}
+};
 
 Result<std::unique_ptr<SlabReader>> SlabReader::open(std::vector<std::filesystem::path> files,
-                                                     int32_t n_threads) {
+                                                     const Options &options) {
     std::unique_ptr<SlabReader> reader(new SlabReader);
+    reader->options_ = options;
+    if (reader->options_.ops == nullptr) reader->options_.ops = std::make_shared<FileOps>();
+    reader->direct_ = true;
     for (const auto &path : files) {
-        Result<FileHandle> handle = FileHandle::open(path);
-        if (!handle.ok()) return handle.status();
-        reader->files_.push_back(handle.take());
+        OpenFile file;
+        if (const int error = reader->options_.ops->open(path, options.direct, file); error != 0) {
+            return Status(error == ENOENT ? Code::not_found : Code::io,
+                          path.string() + ": cannot open: " + std::strerror(error));
+        }
+        reader->alignment_ = std::max(reader->alignment_, file.alignment);
+        reader->direct_ = reader->direct_ && file.direct;
+        reader->files_.push_back(file);
     }
     reader->paths_ = std::move(files);
     try {
-        for (int32_t i = 0; i < n_threads; ++i) {
+        for (int32_t i = 0; i < options.n_threads; ++i) {
             reader->threads_.emplace_back([r = reader.get()] { r->work(); });
         }
     } catch (const std::system_error &error) {
@@ -56,67 +64,131 @@ Result<std::unique_ptr<SlabReader>> SlabReader::open(std::vector<std::filesystem
 }
 
 SlabReader::~SlabReader() {
+    std::deque<ReadRequest> left;
     {
         const std::lock_guard lock(mutex_);
         stop_ = true;
+        std::ranges::move(demand_, std::back_inserter(left));
+        std::ranges::move(prefetch_, std::back_inserter(left));
+        demand_.clear();
+        prefetch_.clear();
     }
     has_work_.notify_all();
     for (auto &thread : threads_) thread.join();
+    for (const ReadRequest &request : left) request.completion->done({Code::io, "the model was closed"});
+    for (OpenFile &file : files_) options_.ops->close(file);
 }
 
-Status SlabReader::read(std::span<const ReadPiece> pieces) {
-    Batch batch;
-    std::unique_lock lock(mutex_);
-    for (const ReadPiece &piece : pieces) {
-        for (size_t done = 0; done < piece.to.size(); done += max_read) {
-            const size_t n = std::min(max_read, piece.to.size() - done);
-            queue_.push_back({{piece.file, piece.offset + done, piece.to.subspan(done, n)}, &batch});
-            ++batch.open;
-        }
+void SlabReader::submit(const ReadRequest &request, Priority priority) {
+    {
+        const std::lock_guard lock(mutex_);
+        (priority == Priority::demand ? demand_ : prefetch_).push_back(request);
     }
-    has_work_.notify_all();
-    has_result_.wait(lock, [&] { return batch.open == 0; });
-    return batch.error;
+    has_work_.notify_one();
+}
+
+Status SlabReader::read(uint32_t file, uint64_t offset, std::span<std::byte> to) {
+    struct Waiter final : Completion {
+        std::promise<Status> result;
+        void done(const Status &status) noexcept override { result.set_value(status); }
+    } waiter;
+    // The destination has no room around it: go through a buffer unless the file is buffered anyway.
+    std::vector<std::byte> padded(to.size() + 2 * size_t{alignment_});
+    auto *start = padded.data() + alignment_;
+    submit({file, offset, {start, to.size()}, &waiter}, Priority::demand);
+    Status status = waiter.result.get_future().get();
+    if (status.ok()) std::memcpy(to.data(), start, to.size());
+    return status;
 }
 
 void SlabReader::work() {
+    Bounce bounce;
     std::unique_lock lock(mutex_);
     for (;;) {
-        has_work_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-        if (queue_.empty()) return; // stop, and nobody waits
-        const Task task = queue_.front();
-        queue_.pop_front();
-        Status status;
-        if (task.batch->error.ok()) { // after a failure the rest of the batch is not worth reading
-            lock.unlock();
-            status = read_piece(task.piece);
-            lock.lock();
-        }
-        if (!status.ok() && task.batch->error.ok()) task.batch->error = std::move(status);
-        if (--task.batch->open == 0) has_result_.notify_all();
+        has_work_.wait(lock, [&] { return stop_ || !demand_.empty() || !prefetch_.empty(); });
+        if (stop_) return;
+        std::deque<ReadRequest> &queue = demand_.empty() ? prefetch_ : demand_;
+        const ReadRequest request = queue.front();
+        queue.pop_front();
+        if (in_flight_++ == 0) busy_since_ = now();
+        lock.unlock();
+        const Status status = serve(request, bounce);
+        lock.lock();
+        if (--in_flight_ == 0) counters_.busy_seconds += now() - busy_since_;
+        if (status.ok()) counters_.bytes += request.to.size();
+        lock.unlock();
+        request.completion->done(status);
+        lock.lock();
     }
 }
 
-Status SlabReader::read_piece(const ReadPiece &piece) const {
-    const int fd = files_[piece.file].fd();
-    const std::filesystem::path &path = paths_[piece.file];
+Status SlabReader::serve(const ReadRequest &request, Bounce &bounce) {
+    const OpenFile &file = files_[request.file];
+    const uint64_t align = file.alignment;
+    const auto address = reinterpret_cast<uintptr_t>(request.to.data());
+    const bool in_place = (address - request.offset) % align == 0;
     size_t done = 0;
-    while (done < piece.to.size()) {
-        const ssize_t n = pread(fd, piece.to.data() + done, piece.to.size() - done,
-                                static_cast<off_t>(piece.offset + done));
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) {
-            return {Code::io, at(path, piece.offset, piece.to.size()) + ": " + std::strerror(errno) +
-                                  "; check the disk, then try again"};
+    while (done < request.to.size()) {
+        const uint64_t offset = request.offset + done;
+        const uint64_t first = offset / align * align;
+        const auto head = static_cast<size_t>(offset - first);
+        // Whole units, at most max_read; the last one may reach past the range.
+        const size_t wanted = std::min(request.to.size() - done + head, options_.max_read / align * align);
+        const size_t room = (wanted + align - 1) / align * align;
+        std::byte *to = request.to.data() + done - head;
+        if (!in_place) {
+            to = bounce.get(room);
+            if (to == nullptr) return {Code::out_of_memory, "no memory for a read buffer; lower io_threads"};
         }
-        if (n == 0) {
-            return {Code::truncated, at(path, piece.offset, piece.to.size()) + ": the file ends after " +
-                                         std::to_string(piece.offset + done) +
-                                         " bytes; it was cut after loading, restore it and load again"};
+        if (Status status = read_range(file, request.file, to, first, wanted, room); !status.ok())
+            return status;
+        if (!in_place) std::memcpy(request.to.data() + done, to + head, wanted - head);
+        done += wanted - head;
+    }
+    if (!file.direct) options_.ops->forget(file, request.offset, request.to.size());
+    return {};
+}
+
+Status SlabReader::read_range(const OpenFile &file, uint32_t index, std::byte *to, uint64_t offset,
+                              size_t wanted, size_t room) {
+    size_t done = 0;
+    while (done < wanted) {
+        const ssize_t n = options_.ops->read_at(file, to + done, room - done, offset + done);
+        {
+            const std::lock_guard lock(mutex_);
+            ++counters_.reads;
         }
+        if (n == -EINTR) continue;
+        if (n < 0) return failure(index, offset, wanted, static_cast<int>(-n));
+        const size_t before = done;
         done += static_cast<size_t>(n);
+        if (done >= wanted) break;
+        // A direct read may stop short anywhere: go on from a whole unit. No whole unit is the end of the
+        // file.
+        done = done / file.alignment * file.alignment;
+        if (done == before) {
+            return {Code::truncated, paths_[index].string() + ": the file ends before byte " +
+                                         std::to_string(offset + wanted) +
+                                         "; it was cut after loading, restore it and load again"};
+        }
     }
     return {};
+}
+
+Status SlabReader::failure(uint32_t file, uint64_t offset, size_t bytes, int error) const {
+    return {Code::io, paths_[file].string() + ": reading " + std::to_string(bytes) + " bytes at " +
+                          std::to_string(offset) + ": " + std::strerror(error) +
+                          "; check the disk, then try again"};
+}
+
+ReaderCounters SlabReader::counters() const {
+    const std::lock_guard lock(mutex_);
+    return counters_;
+}
+
+void SlabReader::reset_counters() {
+    const std::lock_guard lock(mutex_);
+    counters_ = {};
 }
 
 } // namespace spice

@@ -1,12 +1,17 @@
-// Reads pieces of files into memory with a few blocking I/O threads.
+// Asynchronous reads of expert bytes: two queues, demand before prefetch, served by a few blocking threads.
 //
-// Thread: read() from any thread, one call at a time per caller; it blocks until all pieces have arrived or
-// one failed. The reader's own threads sleep when there is nothing to read and never compute.
-// Errors: io (the kernel's error, with file and offset), truncated (the file ends before the piece does: it
-// has been cut or replaced since it was opened). After an error the destination bytes are undefined; the
-// next read() works again.
+// With direct files a read covers whole aligned units, so it also writes up to alignment()-1 bytes before and
+// after its destination: the caller leaves that room. A destination whose address does not agree with the
+// file offset modulo alignment() is read into a buffer and copied. Buffered files are dropped from the page
+// cache behind the read: the slot is the cache.
+//
+// Thread: submit() from any thread, does not block. Completion::done runs on an I/O thread, must not block,
+// and is called exactly once for each request, also when the reader is destroyed first (with an error).
+// Errors (through done): io (the kernel's, with file and offset), truncated (the file ends before the range
+// does: it was cut or replaced since it was opened). After an error the destination's bytes are undefined.
 #pragma once
 
+#include "store/file_ops.h"
 #include "store/status.h"
 
 #include <condition_variable>
@@ -22,61 +27,77 @@
 
 namespace spice {
 
-/// An open file, closed by the destructor.
-class FileHandle {
-  public:
-    FileHandle() = default;
-    FileHandle(FileHandle &&other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-    FileHandle &operator=(FileHandle &&other) noexcept {
-        std::swap(fd_, other.fd_);
-        return *this;
-    }
-    ~FileHandle();
-    [[nodiscard]] static Result<FileHandle> open(const std::filesystem::path &path);
-    [[nodiscard]] int fd() const { return fd_; }
+enum class Priority : uint8_t { demand, prefetch };
 
-  private:
-    int fd_ = -1;
+class Completion {
+  public:
+    virtual void done(const Status &status) noexcept = 0;
+
+  protected:
+    ~Completion() = default;
 };
 
-/// One contiguous piece of one file.
-struct ReadPiece {
+struct ReadRequest {
     uint32_t file = 0; ///< index into the reader's files
     uint64_t offset = 0;
     std::span<std::byte> to;
+    Completion *completion = nullptr; ///< told once per request
+};
+
+struct ReaderCounters {
+    uint64_t bytes = 0;        ///< asked for and delivered
+    uint64_t reads = 0;        ///< system calls
+    double busy_seconds = 0.0; ///< wall time with at least one read in flight
 };
 
 class SlabReader {
   public:
-    /// Opens the files (in the order of their indices) and starts `n_threads` >= 1 threads.
+    struct Options {
+        int32_t n_threads = 4;             ///< reads in flight, >= 1
+        bool direct = true;                ///< try O_DIRECT
+        size_t max_read = size_t{4} << 20; ///< bytes per system call
+        std::shared_ptr<FileOps> ops;      ///< null: the real ones
+    };
+    /// Opens the files (in the order of their indices) and starts the threads. Errors: not_found, io,
+    /// out_of_memory.
     [[nodiscard]] static Result<std::unique_ptr<SlabReader>> open(std::vector<std::filesystem::path> files,
-                                                                  int32_t n_threads);
+                                                                  const Options &options);
     ~SlabReader();
     SlabReader(const SlabReader &) = delete;
     SlabReader &operator=(const SlabReader &) = delete;
 
-    [[nodiscard]] Status read(std::span<const ReadPiece> pieces);
+    void submit(const ReadRequest &request, Priority priority);
+    /// Reads now and waits, for the rare caller without a slot.
+    [[nodiscard]] Status read(uint32_t file, uint64_t offset, std::span<std::byte> to);
+
+    [[nodiscard]] uint32_t alignment() const { return alignment_; } ///< 1 when all files are buffered
+    [[nodiscard]] bool direct() const { return direct_; } ///< every file is read past the page cache
+    [[nodiscard]] ReaderCounters counters() const;
+    void reset_counters();
 
   private:
-    struct Batch { ///< what one read() waits for
-        size_t open = 0;
-        Status error;
-    };
-    struct Task {
-        ReadPiece piece;
-        Batch *batch = nullptr;
-    };
+    struct Bounce; ///< an aligned buffer of one thread
 
     SlabReader() = default;
     void work();
-    [[nodiscard]] Status read_piece(const ReadPiece &piece) const;
+    [[nodiscard]] Status serve(const ReadRequest &request, Bounce &bounce);
+    [[nodiscard]] Status read_range(const OpenFile &file, uint32_t index, std::byte *to, uint64_t offset,
+                                    size_t wanted, size_t room);
+    [[nodiscard]] Status failure(uint32_t file, uint64_t offset, size_t bytes, int error) const;
 
+    Options options_;
     std::vector<std::filesystem::path> paths_;
-    std::vector<FileHandle> files_;
-    std::mutex mutex_;
+    std::vector<OpenFile> files_;
+    uint32_t alignment_ = 1;
+    bool direct_ = false;
+
+    mutable std::mutex mutex_; ///< guards everything below
     std::condition_variable has_work_;
-    std::condition_variable has_result_;
-    std::deque<Task> queue_;
+    std::deque<ReadRequest> demand_;
+    std::deque<ReadRequest> prefetch_;
+    int32_t in_flight_ = 0;
+    double busy_since_ = 0.0;
+    ReaderCounters counters_;
     bool stop_ = false;
     std::vector<std::thread> threads_;
 };

@@ -20,6 +20,7 @@ enum class Code : int32_t {
     out_of_memory, ///< an allocation failed                   -> SpiceMemoryError
     version,       ///< not the ggml we were built for         -> SpiceVersionError
     internal,      ///< a bug of ours                          -> SpiceError
+    budget,        ///< a memory budget that cannot work       -> SpiceBudgetError
 };
 
 /// A code and a sentence that names the file, the number and the remedy. Cheap to copy when ok.

@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 from ._versions import check_versions
 from .errors import (
+    SpiceBudgetError,
     SpiceError,
     SpiceFileNotFoundError,
     SpiceFormatError,
@@ -26,7 +27,7 @@ from .errors import (
 check_versions()
 
 from .llama import Llama  # noqa: E402
-from .options import SpiceOptions  # noqa: E402
+from .options import SpiceOptions, strategies  # noqa: E402
 from .plan import Plan  # noqa: E402
 from .stats import COUNTERS  # noqa: E402
 
@@ -36,6 +37,7 @@ __all__ = [
     "COUNTERS",
     "Llama",
     "Plan",
+    "SpiceBudgetError",
     "SpiceError",
     "SpiceFileNotFoundError",
     "SpiceFormatError",
@@ -45,4 +47,5 @@ __all__ = [
     "SpiceUnsupportedError",
     "SpiceVersionError",
     "__version__",
+    "strategies",
 ]

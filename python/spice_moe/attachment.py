@@ -8,10 +8,11 @@ from typing import Any
 import llama_cpp
 
 from . import _core
-from .errors import SpiceFormatError
+from .budget import FreeMemory, free_memory, resolve
+from .errors import SpiceBudgetError, SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
-from .plan import EXACT, EXACT_STOCK, REPACKED, Plan
+from .plan import EXACT, EXACT_STOCK, REPACKED, Plan, format_bytes
 
 _USED_KEY = ".expert_used_count"
 # (memory-mapped, locked) -> what the plan calls it
@@ -34,13 +35,19 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
     asked = {key: used for key, used in (kv_overrides or {}).items() if key.endswith(_USED_KEY)}
     # bool is an int to Python and a type mismatch to llama.cpp, which refuses it by itself.
     used = next((n for n in asked.values() if isinstance(n, int) and not isinstance(n, bool)), 0)
+    settings = {
+        "io_threads": options.io_threads,
+        "eviction": options.strategy or "",
+        "direct_io": options.direct_io,
+    }
     try:
-        core = _core.Model(path, expert_used=used, io_threads=options.io_threads)
-    except UnicodeDecodeError as error:  # a complaint that quotes the damaged name
+        core = _core.Model(path, expert_used=used, **settings)
+        core.summary()
+    except UnicodeDecodeError as error:
         raise not_utf8(path, error) from error
     if used and f"{core.summary()['architecture']}{_USED_KEY}" not in asked:  # meant for another architecture
         core.close()
-        core = _core.Model(path, expert_used=0, io_threads=options.io_threads)
+        core = _core.Model(path, expert_used=0, **settings)
     return core
 
 
@@ -69,6 +76,15 @@ class Attachment:
             self.mode, self.reason = self._decide(bool(arguments.get("vocab_only", False)))
             self._overrides = (_BuftOverride * 2)()  # the second stays NULL: the end of the list
             if self.mode == "spice":
+                self._pool = core.pool()
+                if self.options.ram_budget != "auto":  # refuse what cannot work before the long load
+                    self._pool_bytes = self._resolve(FreeMemory(0, "unused"))
+                    if self._pool_bytes < self._pool["smallest"]:
+                        raise SpiceBudgetError(
+                            f"{path}: ram_budget={self.options.ram_budget!r} is too small for its experts; "
+                            f"give at least {self._pool['smallest']} bytes "
+                            f"({format_bytes(self._pool['smallest'])})"
+                        )
                 _core.register_backend()
                 self._overrides[0] = _BuftOverride(core.override_pattern.encode(), core.buffer_type())
         except BaseException:
@@ -77,6 +93,7 @@ class Attachment:
         if self.mode == "plain":
             core.close()
         self.core: _core.Model | None = core if self.mode == "spice" else None
+        self._pool_bytes: int | None = None  # "auto" is not known before the rest is loaded
         total = self._summary["other_bytes"] + self._summary["expert_bytes"]
         spared = self._summary["expert_bytes"] if self.mode == "spice" else 0
         self.monitor = LoadMonitor(
@@ -109,6 +126,23 @@ class Attachment:
         if self.core is not None:
             self.core.finish_load()
 
+    def build_pool(self) -> None:
+        """Make the pool of experts, once everything else is in memory. Raises SpiceBudgetError."""
+        if self.core is None:
+            return
+        if self._pool_bytes is None:
+            self._pool_bytes = self._resolve(free_memory())
+        self.core.build_pool(self._pool_bytes)
+        self._pool = self.core.pool()
+
+    def _resolve(self, free: FreeMemory) -> int:
+        return resolve(
+            self.options.ram_budget,
+            everything=self._pool["everything"],
+            smallest=self._pool["smallest"],
+            free=free.bytes,
+        )
+
     def take_error(self) -> tuple[int, str] | None:
         """The core's last failure while computing, or None."""
         return None if self.core is None else self.core.take_error()
@@ -124,6 +158,7 @@ class Attachment:
         summary = self._summary
         spice = self.mode == "spice"
         exactness = (REPACKED if self.options.repack else EXACT) if spice else EXACT_STOCK
+        pool = self._pool if spice else {}
         used = (self._kv_overrides or {}).get(
             f"{summary['architecture']}{_USED_KEY}", summary["n_expert_used"]
         )
@@ -142,6 +177,12 @@ class Attachment:
             other_bytes=summary["other_bytes"],
             load_mode=_LOAD_MODES[self.mmap and not self._lora and not spice, self.mlock],
             repack=self.options.repack if spice else True,
+            ram_budget=pool.get("budget", 0),
+            slots=pool.get("n_slots", 0),
+            working_set_bytes=pool.get("working_set", 0),
+            smallest_budget=pool.get("smallest", 0),
+            strategy=pool.get("eviction", ""),
+            direct_io=pool.get("direct_io", False),
             io_threads=self.options.io_threads if spice else 0,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,

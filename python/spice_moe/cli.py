@@ -20,6 +20,7 @@ from .errors import (
     SpiceMemoryError,
     SpiceUnsupportedError,
 )
+from .options import strategies
 from .plan import format_bytes
 from .session import MeteredLlama, Session
 
@@ -148,6 +149,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--experts-used", type=_positive, metavar="K", help="experts per token, instead of the model's"
     )
+    run.add_argument(
+        "--ram",
+        metavar="SIZE",
+        default="auto",
+        help="memory for experts: 6GiB, 6G, 50%% of them, or auto (default: what is free)",
+    )
+    run.add_argument("--strategy", metavar="NAME", help=f"who leaves a full pool: {', '.join(strategies())}")
     run.add_argument("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
     args = parser.parse_args(argv)
@@ -219,6 +227,8 @@ def _load(args: argparse.Namespace) -> MeteredLlama:
     return MeteredLlama(
         args.model,
         enabled=not args.plain,
+        ram_budget=args.ram,
+        strategy=args.strategy,
         progress=sys.stderr.isatty() or None,
         n_ctx=args.ctx,
         n_batch=args.batch,

@@ -33,6 +33,10 @@ class SpiceMemoryError(SpiceError, MemoryError):
     """Memory ran out."""
 
 
+class SpiceBudgetError(SpiceError, ValueError):
+    """The memory budget for experts cannot work; the message names the smallest that can."""
+
+
 class SpiceFileNotFoundError(SpiceError, FileNotFoundError, ValueError):
     """There is no such file. A ``ValueError`` too, because that is what ``llama_cpp.Llama`` raises."""
 
@@ -48,6 +52,7 @@ _BY_CODE: dict[int, type[SpiceError]] = {
     7: SpiceMemoryError,  # out_of_memory
     8: SpiceVersionError,  # version
     9: SpiceError,  # internal
+    10: SpiceBudgetError,  # budget
 }
 
 

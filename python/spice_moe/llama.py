@@ -14,6 +14,7 @@ import llama_cpp._internals as internals
 
 from . import _core
 from .attachment import Attachment, not_utf8
+from .budget import Budget
 from .errors import (
     SpiceError,
     SpiceFileNotFoundError,
@@ -42,9 +43,9 @@ class Llama(llama_cpp.Llama):
     ``use_mmap`` has no effect on a model that SPICE runs: llama.cpp would read the whole file.
 
     Raises:
-        SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError, SpiceIOError, SpiceMemoryError:
-            the model cannot be loaded; nothing stays allocated. Computing may raise the last two as well:
-            that call failed, the next one works.
+        SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError, SpiceIOError, SpiceMemoryError,
+        SpiceBudgetError: the model cannot be loaded; nothing stays allocated. Computing may raise
+            SpiceIOError and SpiceMemoryError as well: that call failed, the next one works.
         TypeError, ValueError: an option or argument makes no sense.
     """
 
@@ -60,12 +61,21 @@ class Llama(llama_cpp.Llama):
         spice: SpiceOptions | None = None,
         enabled: bool | None = None,
         repack: bool | None = None,
+        ram_budget: Budget | None = None,
+        strategy: str | None = None,
+        direct_io: bool | None = None,
         io_threads: int | None = None,
         progress: ProgressCallback | bool | None = None,
         **kwargs: Any,
     ) -> None:
         options = (spice or SpiceOptions()).with_overrides(
-            enabled=enabled, repack=repack, io_threads=io_threads, progress=progress
+            enabled=enabled,
+            repack=repack,
+            ram_budget=ram_budget,
+            strategy=strategy,
+            direct_io=direct_io,
+            io_threads=io_threads,
+            progress=progress,
         )
         path = os.fspath(model_path)
         for file in filter(None, (path, kwargs.get("lora_path"))):
@@ -81,6 +91,7 @@ class Llama(llama_cpp.Llama):
                 super().__init__(path, **kwargs)
                 if self.lora_path and not self._lora_adapter:  # NULL, which the parent takes for an adapter
                     raise _lora_failure(self.lora_path, attachment)
+            attachment.build_pool()  # now everything else is in memory
             if attachment.monitor.interrupted is not None:  # too late for the loader to stop
                 raise attachment.monitor.interrupted
         except BaseException:

@@ -7,10 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import _core, budget
+from .budget import Budget
+
 #: Called with the loaded fraction, 0.0 to 1.0; returning False (not None) stops the load.
 ProgressCallback = Callable[[float], "bool | None"]
 
 MAX_IO_THREADS = 64
+
+
+def strategies() -> tuple[str, ...]:
+    """The names that ``strategy`` takes; the default first."""
+    return tuple(_core.policy.eviction_names())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,16 @@ class SpiceOptions:
     the logits may then differ from llama.cpp without repacking. Has no effect on plain models, which stay
     as llama.cpp loads them."""
 
+    ram_budget: Budget = "auto"
+    """Memory for experts: ``"6GiB"``, ``"6G"``, a number of bytes, a fraction of the experts (``0.5`` or
+    ``"50%"``), or ``"auto"``: what is free once everything else is loaded, at most what all experts take."""
+
+    strategy: str | None = None
+    """Which expert leaves a full pool: a name of ``spice_moe.strategies()``; None is the default one."""
+
+    direct_io: bool = True
+    """Read experts past the page cache where the file system allows it."""
+
     io_threads: int = 4
     """Threads that read experts from disk (they sleep while there is nothing to read)."""
 
@@ -35,9 +53,12 @@ class SpiceOptions:
     """Progress of loading: True draws a bar on stderr, a callable gets fractions, None or False is silent."""
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "repack"):
+        for name in ("enabled", "repack", "direct_io"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        budget.check(self.ram_budget)
+        if not (self.strategy is None or isinstance(self.strategy, str)):
+            raise TypeError(f"strategy must be a name, not {self.strategy!r}")
         if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int):
             raise TypeError(f"io_threads must be a whole number, not {self.io_threads!r}")
         if not 1 <= self.io_threads <= MAX_IO_THREADS:

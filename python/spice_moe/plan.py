@@ -48,6 +48,12 @@ class Plan:
     other_bytes: int  #: every other weight; llama.cpp holds these in memory
     load_mode: str  #: how llama.cpp reads the other weights: "read", "read+mlock", "mmap", "mmap+mlock"
     repack: bool  #: llama.cpp may repack weights (that are not experts, in mode "spice")
+    ram_budget: int  #: bytes that all slots of the expert pool may take
+    slots: int  #: experts that the pool has room for
+    working_set_bytes: int  #: slots that one token touches, in bytes
+    smallest_budget: int  #: the smallest ram_budget that works for this model
+    strategy: str  #: which expert leaves a full pool
+    direct_io: bool  #: experts are read past the page cache
     io_threads: int  #: threads that read experts; 0 in mode "plain"
     n_threads: int  #: compute threads for single tokens
     n_threads_batch: int  #: compute threads for batches
@@ -74,8 +80,22 @@ class Plan:
                 f"plain llama.cpp ({self.reason}): {self.architecture}, weights by {self.load_mode}, "
                 f"{threads}; {self.exactness}"
             )
+        if self.slots >= self.experts_total:
+            pool = "read at first use and kept in memory"
+        else:
+            pool = (
+                f"in a pool of {format_bytes(self.ram_budget)} ({self.slots} of {self.experts_total} "
+                f"experts, strategy {self.strategy}), read when needed"
+            )
+        if self.ram_budget < self.working_set_bytes:
+            pool += (
+                f" - slow: one token touches {format_bytes(self.working_set_bytes)} of them, "
+                f"a larger ram_budget helps most -"
+            )
+        if not self.direct_io:
+            pool += " (buffered: the file system refuses direct reads)"
         return (
-            f"SPICE: {self._experts()} read at first use and kept in memory, "
+            f"SPICE: {self._experts()} {pool}, "
             f"{format_bytes(self.other_bytes)} of other weights {self.load_mode} at load; {threads}, "
             f"{_count(self.io_threads, 'I/O thread')}; {self.exactness}"
         )

@@ -1,0 +1,362 @@
+#include "backend/block_graph.h"
+
+#include "backend/expert_buffer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <string>
+
+namespace spice {
+
+namespace {
+
+/// The expert weights that a node multiplies by, or nullptr when the node is none of ours.
+const ExpertTensor *expert_matmul(const ggml_tensor *node) {
+    return node->op == GGML_OP_MUL_MAT_ID ? expert_tensor(node->src[0]) : nullptr;
+}
+
+template <class T>
+T *at(const ggml_tensor *tensor, int64_t i1, int64_t i2) {
+    return reinterpret_cast<T *>(static_cast<std::byte *>(tensor->data) +
+                                 i1 * static_cast<int64_t>(tensor->nb[1]) +
+                                 i2 * static_cast<int64_t>(tensor->nb[2]));
+}
+
+/// The activation row that the routed slot i of token t is multiplied with.
+const float *activation(const ggml_tensor *node, int64_t i, int64_t t) {
+    const ggml_tensor *x = node->src[1];
+    return at<const float>(x, i % x->ne[1], t);
+}
+
+/// A node that runs `fun` on every thread of the graph.
+ggml_tensor *custom_node(ggml_context *context, ggml_custom_op_t fun, void *job) {
+    ggml_tensor *node =
+        ggml_custom_4d(context, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, fun, GGML_N_TASKS_MAX, job);
+    node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    return node;
+}
+
+/// Copies rows between a tensor and a dense buffer, on every thread.
+struct RowCopies {
+    struct Copy {
+        const void *from = nullptr;
+        void *to = nullptr;
+    };
+    std::vector<Copy> copies;
+    size_t bytes = 0;
+
+    static void run(ggml_tensor *, int thread, int n_threads, void *job) {
+        const auto &self = *static_cast<const RowCopies *>(job);
+        const size_t n = self.copies.size();
+        const auto first = n * static_cast<size_t>(thread) / static_cast<size_t>(n_threads);
+        const auto last = n * static_cast<size_t>(thread + 1) / static_cast<size_t>(n_threads);
+        for (size_t i = first; i < last; ++i) std::memcpy(self.copies[i].to, self.copies[i].from, self.bytes);
+    }
+};
+
+} // namespace
+
+ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
+    reset();
+    n_threads_ = n_threads;
+    const int n_nodes = ggml_graph_n_nodes(graph);
+    for (int i = 0; i < n_nodes; ++i)
+        count_.matmul_nodes += expert_matmul(ggml_graph_node(graph, i)) != nullptr;
+    count_.delegated_nodes = static_cast<uint64_t>(n_nodes) - count_.matmul_nodes;
+
+    // At most two nodes for each of ours (pack, multiply), and three tensors.
+    const size_t capacity = static_cast<size_t>(n_nodes) + count_.matmul_nodes;
+    const size_t bytes =
+        ggml_graph_overhead_custom(capacity, false) + count_.matmul_nodes * 4 * ggml_tensor_overhead();
+    if (arena_.size() < bytes) arena_.resize(bytes);
+    context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
+    if (context_ == nullptr) throw std::bad_alloc();
+    pending_ = ggml_new_graph_custom(context_.get(), capacity, false);
+
+    ggml_status status = GGML_STATUS_SUCCESS;
+    for (int i = 0; i < n_nodes && status == GGML_STATUS_SUCCESS; ++i) {
+        ggml_tensor *node = ggml_graph_node(graph, i);
+        const ExpertTensor *weights = expert_matmul(node);
+        if (weights == nullptr) {
+            ggml_graph_add_node(pending_, node);
+        } else {
+            status = add_matmul(node, *weights);
+        }
+    }
+    if (status == GGML_STATUS_SUCCESS) status = run_pending();
+    if (engine_ != nullptr) engine_->count_graph(count_);
+    reset();
+    return status;
+}
+
+void BlockGraph::reset() {
+    count_ = {};
+    calls_.clear(); // unpins; waits for reads when a call ended early
+    packs_.clear();
+    matmuls_.clear();
+    scratch_used_ = 0;
+    context_.reset();
+    pending_ = nullptr;
+}
+
+ggml_status BlockGraph::run_pending() {
+    if (ggml_graph_n_nodes(pending_) == 0) return GGML_STATUS_SUCCESS;
+    const ggml_status status = ggml_backend_graph_compute(cpu_, pending_);
+    ggml_graph_clear(pending_);
+    if (status != GGML_STATUS_SUCCESS) return status;
+    for (RoutedCall &call : calls_) { // a direct node skips what did not arrive
+        if (Status failure = call.layer.failure(); !failure.ok()) return fail(std::move(failure));
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+ggml_status BlockGraph::fail(Status status) {
+    if (engine_ != nullptr) engine_->fail(std::move(status));
+    return GGML_STATUS_FAILED;
+}
+
+std::byte *BlockGraph::scratch(size_t bytes) {
+    if (scratch_used_ == scratch_.size()) scratch_.emplace_back();
+    std::vector<std::byte> &buffer = scratch_[scratch_used_++];
+    if (buffer.size() < bytes + 64) buffer.resize(bytes + 64);
+    const auto address = reinterpret_cast<uintptr_t>(buffer.data());
+    return buffer.data() + (64 - address % 64) % 64;
+}
+
+bool BlockGraph::is_pending(const ggml_tensor *tensor) const {
+    const ggml_tensor *root = tensor->view_src != nullptr ? tensor->view_src : tensor;
+    for (int i = 0; i < ggml_graph_n_nodes(pending_); ++i) {
+        const ggml_tensor *node = ggml_graph_node(pending_, i);
+        if (node == tensor || node == root) return true;
+    }
+    return false;
+}
+
+ggml_status BlockGraph::find_call(const ggml_tensor *ids, const ExpertTensor &weights, RoutedCall **out) {
+    for (RoutedCall &call : calls_) {
+        if (call.ids == ids && call.group == weights.group) {
+            *out = &call;
+            return GGML_STATUS_SUCCESS;
+        }
+    }
+    if (is_pending(ids)) { // ids computed inside this split: they must be known before experts are chosen
+        if (const ggml_status status = run_pending(); status != GGML_STATUS_SUCCESS) return status;
+    }
+    std::vector<int32_t> routed;
+    routed.reserve(static_cast<size_t>(ids->ne[0] * ids->ne[1]));
+    for (int64_t t = 0; t < ids->ne[1]; ++t) {
+        for (int64_t i = 0; i < ids->ne[0]; ++i) {
+            const auto *id = static_cast<const std::byte *>(ids->data) +
+                             t * static_cast<int64_t>(ids->nb[1]) + i * static_cast<int64_t>(ids->nb[0]);
+            routed.push_back(*reinterpret_cast<const int32_t *>(id));
+        }
+    }
+    RoutedCall &call = calls_.emplace_back();
+    call.ids = ids;
+    call.group = weights.group;
+    if (Status status = call.layer.begin(*weights.engine, weights.group, routed); !status.ok()) {
+        return fail(std::move(status));
+    }
+    call.sort_rows(routed, ids->ne[0], weights.info->n_expert);
+    *out = &call;
+    return GGML_STATUS_SUCCESS;
+}
+
+ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weights) {
+    engine_ = weights.engine;
+    const ggml_tensor *w = node->src[0];
+    if (w->nb[2] != weights.info->stride || w->view_offs >= weights.info->stride || w->ne[3] != 1 ||
+        node->src[1]->type != GGML_TYPE_F32) {
+        return fail(
+            Status(Code::unsupported,
+                   weights.info->name + ": used in a way that SPICE does not know; set enabled=False"));
+    }
+    RoutedCall *call = nullptr;
+    if (const ggml_status status = find_call(node->src[2], weights, &call); status != GGML_STATUS_SUCCESS) {
+        return status;
+    }
+    if (!call->layer.streaming() && call->most_rows < compute::batched_rows()) {
+        count_.rows_direct += call->rows.size();
+        add_direct(node, weights, *call);
+        return GGML_STATUS_SUCCESS;
+    }
+    count_.rows_batched += call->rows.size();
+    if (!call->layer.streaming() && call->layer.all_ready(weights.part)) {
+        add_batched(node, weights, *call);
+        return GGML_STATUS_SUCCESS;
+    }
+    return run_waves(node, weights, *call);
+}
+
+void BlockGraph::add_direct(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call) {
+    const ggml_tensor *w = node->src[0];
+    const ggml_tensor *x = node->src[1];
+    const ggml_type_traits_cpu *traits = ggml_get_type_traits_cpu(w->type);
+    const ggml_type packed_type = traits->vec_dot_type;
+    const size_t row_bytes = ggml_row_size(packed_type, x->ne[0]);
+
+    // gate and up multiply the same activations: pack them once. Row (i, t) of x is packed row t*ne1 + i%ne1.
+    if (packed_type != GGML_TYPE_F32 && (call.packed_from != x || call.packed_type != packed_type)) {
+        compute::PackJob &pack = packs_.emplace_back();
+        pack.convert = ggml_get_type_traits_cpu(packed_type)->from_float;
+        pack.n_in = x->ne[0];
+        pack.block = ggml_blck_size(packed_type);
+        pack.block_bytes = ggml_type_size(packed_type);
+        pack.row_bytes = row_bytes;
+        for (int64_t t = 0; t < x->ne[2]; ++t) {
+            for (int64_t i = 0; i < x->ne[1]; ++i) pack.rows.push_back(at<const float>(x, i, t));
+        }
+        pack.packed = scratch(row_bytes * pack.rows.size());
+        const auto run = [](ggml_tensor *, int thread, int n_threads, void *job) {
+            compute::run_pack(*static_cast<const compute::PackJob *>(job), thread, n_threads);
+        };
+        ggml_graph_add_node(pending_, custom_node(context_.get(), run, &pack));
+        call.packed_from = x;
+        call.packed_type = packed_type;
+        call.packed = &pack;
+    }
+
+    compute::MatmulJob &job = matmuls_.emplace_back();
+    job.dot = traits->vec_dot;
+    job.n_in = w->ne[0];
+    job.n_out = w->ne[1];
+    job.row_stride = w->nb[1];
+    const std::span<const int32_t> experts = call.layer.experts();
+    job.chunk = compute::chunk_rows(job.n_out, static_cast<int64_t>(experts.size()), n_threads_);
+    job.experts.reserve(experts.size());
+    job.pairs.reserve(call.rows.size());
+    for (size_t e = 0; e < experts.size(); ++e) {
+        job.experts.push_back({call.layer.weights(e, weights.part) + w->view_offs, static_cast<int32_t>(e),
+                               call.first[e], call.first[e + 1] - call.first[e]});
+    }
+    for (const RoutedCall::Row &row : call.rows) {
+        const void *packed =
+            packed_type == GGML_TYPE_F32
+                ? static_cast<const void *>(activation(node, row.i, row.t))
+                : call.packed->packed + static_cast<size_t>(row.t * x->ne[1] + row.i % x->ne[1]) * row_bytes;
+        job.pairs.push_back({packed, at<float>(node, row.i, row.t)});
+    }
+    struct Arrival {
+        static bool gate(void *layer, int32_t e) {
+            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 0);
+        }
+        static bool second(void *layer, int32_t e) {
+            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 1);
+        }
+        static bool third(void *layer, int32_t e) {
+            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 2);
+        }
+        static bool fourth(void *layer, int32_t e) {
+            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 3);
+        }
+    };
+    constexpr std::array<bool (*)(void *, int32_t), max_parts> arrived = {Arrival::gate, Arrival::second,
+                                                                          Arrival::third, Arrival::fourth};
+    if (!call.layer.all_ready(weights.part)) {
+        job.arrived = arrived[weights.part];
+        job.context = &call.layer;
+    }
+    const auto run = [](ggml_tensor *, int, int, void *data) {
+        compute::run_matmul(*static_cast<compute::MatmulJob *>(data));
+    };
+    ggml_graph_add_node(pending_, custom_node(context_.get(), run, &job));
+}
+
+void BlockGraph::add_batched(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call) {
+    if (call.slot_ids == nullptr) {
+        const ggml_tensor *ids = call.ids;
+        call.slot_ids = ggml_new_tensor_2d(context_.get(), GGML_TYPE_I32, ids->ne[0], ids->ne[1]);
+        auto *slots = reinterpret_cast<int32_t *>(scratch(ggml_nbytes(call.slot_ids)));
+        call.slot_ids->data = slots;
+        for (size_t e = 0; e < call.layer.experts().size(); ++e) {
+            for (uint32_t r = call.first[e]; r < call.first[e + 1]; ++r) {
+                slots[call.rows[r].t * ids->ne[0] + call.rows[r].i] = call.layer.slot(e);
+            }
+        }
+    }
+    const ggml_tensor *original = node->src[0];
+    const SlotTensor slots = weights.engine->slot_tensor(weights);
+    ggml_tensor *source =
+        ggml_new_tensor_3d(context_.get(), original->type, original->ne[0], original->ne[1], slots.n_slots);
+    source->nb[1] = original->nb[1];
+    source->nb[2] = slots.stride;
+    source->nb[3] = slots.stride * static_cast<size_t>(slots.n_slots);
+    source->data = slots.base + original->view_offs;
+
+    // A copy: llama.cpp uses its graph again for the next token.
+    ggml_tensor *rewritten = ggml_new_tensor(context_.get(), node->type, GGML_MAX_DIMS, node->ne);
+    *rewritten = *node;
+    rewritten->src[0] = source;
+    rewritten->src[2] = call.slot_ids;
+    ggml_graph_add_node(pending_, rewritten);
+}
+
+ggml_status BlockGraph::run_waves(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call) {
+    if (const ggml_status status = run_pending(); status != GGML_STATUS_SUCCESS) return status;
+    for (;;) {
+        Result<std::vector<size_t>> wave = call.layer.next_wave(weights.part);
+        if (!wave.ok()) return fail(wave.status());
+        if (wave.value().empty()) return GGML_STATUS_SUCCESS;
+        const size_t mark = scratch_used_;
+        const ggml_status status = run_wave(node, weights, call, wave.value());
+        scratch_used_ = mark;
+        call.layer.wave_done(wave.value());
+        if (status != GGML_STATUS_SUCCESS) return status;
+        count_.waves += 1;
+    }
+}
+
+ggml_status BlockGraph::run_wave(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call,
+                                 std::span<const size_t> wave) {
+    const ggml_tensor *w = node->src[0];
+    int64_t n_rows = 0;
+    for (const size_t e : wave) n_rows += call.first[e + 1] - call.first[e];
+    const size_t in_bytes = static_cast<size_t>(w->ne[0]) * sizeof(float);
+    const size_t out_bytes = static_cast<size_t>(w->ne[1]) * sizeof(float);
+    std::byte *in = scratch(in_bytes * static_cast<size_t>(n_rows));
+    std::byte *out = scratch(out_bytes * static_cast<size_t>(n_rows));
+    auto *slots = reinterpret_cast<int32_t *>(scratch(sizeof(int32_t) * static_cast<size_t>(n_rows)));
+
+    RowCopies gather;
+    RowCopies scatter;
+    gather.bytes = in_bytes;
+    scatter.bytes = out_bytes;
+    size_t r = 0;
+    for (const size_t e : wave) {
+        for (uint32_t k = call.first[e]; k < call.first[e + 1]; ++k, ++r) {
+            const RoutedCall::Row &row = call.rows[k];
+            gather.copies.push_back({activation(node, row.i, row.t), in + r * in_bytes});
+            scatter.copies.push_back({out + r * out_bytes, at<float>(node, row.i, row.t)});
+            slots[r] = call.layer.slot(e);
+        }
+    }
+
+    const ggml_context_ptr context(
+        ggml_init({.mem_size = ggml_graph_overhead_custom(3, false) + 6 * ggml_tensor_overhead(),
+                   .mem_buffer = nullptr,
+                   .no_alloc = true}));
+    if (context == nullptr) throw std::bad_alloc();
+    const SlotTensor pool = weights.engine->slot_tensor(weights);
+    ggml_tensor *source = ggml_new_tensor_3d(context.get(), w->type, w->ne[0], w->ne[1], pool.n_slots);
+    source->nb[1] = w->nb[1];
+    source->nb[2] = pool.stride;
+    source->nb[3] = pool.stride * static_cast<size_t>(pool.n_slots);
+    source->data = pool.base + w->view_offs;
+    ggml_tensor *x = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, w->ne[0], 1, n_rows);
+    x->data = in;
+    ggml_tensor *ids = ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, 1, n_rows);
+    ids->data = slots;
+    ggml_tensor *product = ggml_mul_mat_id(context.get(), source, x, ids);
+    product->data = out;
+    product->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    std::memcpy(product->op_params, node->op_params, sizeof(node->op_params)); // its precision
+
+    ggml_cgraph *graph = ggml_new_graph_custom(context.get(), 3, false);
+    ggml_graph_add_node(graph, custom_node(context.get(), RowCopies::run, &gather));
+    ggml_graph_add_node(graph, product);
+    ggml_graph_add_node(graph, custom_node(context.get(), RowCopies::run, &scatter));
+    return ggml_backend_graph_compute(cpu_, graph);
+}
+
+} // namespace spice

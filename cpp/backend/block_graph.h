@@ -1,0 +1,62 @@
+// Builds and runs the ggml graphs of one compute(): the block's own nodes, with each MUL_MAT_ID on expert
+// weights replaced by one of three exact equivalents.
+//
+//   direct    few rows per expert (decode): our dot products on each expert's slot, in one node, experts in
+//   the
+//             order of their arrival; threads wait inside the node for bytes that are on their way
+//   batched   every expert is there: ggml's MUL_MAT_ID on the slot tensor, slot numbers for expert ids
+//   waves     some are not: gather the rows of those that have arrived, ggml's MUL_MAT_ID on them, scatter
+//   the
+//             results, and again; each expert's rows stay together, so the arithmetic is that of one call
+//
+// Thread: the context's compute thread. Blocks while bytes are read. Errors: ggml_status, the reason through
+// Engine::fail. May throw std::bad_alloc.
+#pragma once
+
+#include "backend/routed_call.h"
+
+#include "ggml-cpp.h"
+
+#include <deque>
+#include <vector>
+
+namespace spice {
+
+class BlockGraph {
+  public:
+    /// `cpu`: the CPU backend that computes. Lives as long as the backend; buffers are kept between runs.
+    explicit BlockGraph(ggml_backend_t cpu) : cpu_(cpu) {}
+
+    [[nodiscard]] ggml_status run(ggml_cgraph *graph, int n_threads);
+    [[nodiscard]] Engine *engine() const { return engine_; } ///< of the last block seen, for error reports
+
+  private:
+    [[nodiscard]] ggml_status add_matmul(ggml_tensor *node, const ExpertTensor &weights);
+    [[nodiscard]] ggml_status find_call(const ggml_tensor *ids, const ExpertTensor &weights,
+                                        RoutedCall **out);
+    void add_direct(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
+    void add_batched(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
+    [[nodiscard]] ggml_status run_waves(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
+    [[nodiscard]] ggml_status run_wave(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call,
+                                       std::span<const size_t> wave);
+    [[nodiscard]] ggml_status run_pending();
+    [[nodiscard]] bool is_pending(const ggml_tensor *tensor) const;
+    [[nodiscard]] ggml_status fail(Status status);
+    std::byte *scratch(size_t bytes);
+    void reset();
+
+    ggml_backend_t cpu_;
+    int n_threads_ = 1;
+    Engine *engine_ = nullptr;
+    Engine::GraphCount count_;
+    ggml_context_ptr context_; ///< of the tensors made for this run
+    std::vector<std::byte> arena_;
+    ggml_cgraph *pending_ = nullptr; ///< nodes collected and not yet run
+    std::deque<RoutedCall> calls_;
+    std::deque<compute::PackJob> packs_;
+    std::deque<compute::MatmulJob> matmuls_;
+    std::vector<std::vector<std::byte>> scratch_;
+    size_t scratch_used_ = 0;
+};
+
+} // namespace spice

@@ -1,0 +1,27 @@
+#include "backend/routed_call.h"
+
+#include <algorithm>
+
+namespace spice {
+
+void RoutedCall::sort_rows(std::span<const int32_t> routed, int64_t n_routed, int32_t n_expert) {
+    std::vector<int32_t> place(static_cast<size_t>(n_expert), -1);
+    const std::span<const int32_t> experts = layer.experts();
+    for (size_t e = 0; e < experts.size(); ++e)
+        place[static_cast<size_t>(experts[e])] = static_cast<int32_t>(e);
+    first.assign(experts.size() + 1, 0);
+    for (const int32_t id : routed) ++first[static_cast<size_t>(place[static_cast<size_t>(id)]) + 1];
+    for (size_t e = 0; e < experts.size(); ++e) {
+        most_rows = std::max<int64_t>(most_rows, first[e + 1]);
+        first[e + 1] += first[e];
+    }
+    rows.resize(routed.size());
+    std::vector<uint32_t> next(first.begin(), first.end() - 1);
+    for (size_t r = 0; r < routed.size(); ++r) {
+        const auto e = static_cast<size_t>(place[static_cast<size_t>(routed[r])]);
+        rows[next[e]++] = {static_cast<int32_t>(static_cast<int64_t>(r) % n_routed),
+                           static_cast<int32_t>(static_cast<int64_t>(r) / n_routed)};
+    }
+}
+
+} // namespace spice

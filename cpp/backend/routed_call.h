@@ -1,0 +1,40 @@
+// One block in one compute(): its LayerCall, and which rows of the batch each expert gets.
+//
+// Thread: the context's compute thread. Nothing blocks but the LayerCall's destructor (see there).
+#pragma once
+
+#include "compute/expert_matmul.h"
+#include "runtime/layer_call.h"
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace spice {
+
+struct RoutedCall {
+    struct Row {
+        int32_t i = 0; ///< which of the token's routed experts
+        int32_t t = 0; ///< token
+    };
+
+    LayerCall layer;
+    const ggml_tensor *ids = nullptr; ///< as in llama.cpp's graph, [routed, tokens]
+    int32_t group = 0;
+    std::vector<Row> rows;       ///< by expert, in the order of layer.experts()
+    std::vector<uint32_t> first; ///< the rows of experts()[e] are first[e] up to first[e + 1]
+    int64_t most_rows = 0;       ///< of one expert
+
+    // What the projections of the block share once the first of them has made it.
+    ggml_tensor *slot_ids = nullptr;
+    const ggml_tensor *packed_from = nullptr; ///< the activations that `packed` holds
+    ggml_type packed_type = GGML_TYPE_COUNT;
+    const compute::PackJob *packed = nullptr;
+
+    /// Sorts the rows by expert; `routed` is [tokens][n_routed], the ids that `layer` was begun with.
+    void sort_rows(std::span<const int32_t> routed, int64_t n_routed, int32_t n_expert);
+};
+
+} // namespace spice

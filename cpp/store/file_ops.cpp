@@ -1,0 +1,80 @@
+#include "store/file_ops.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
+
+namespace spice {
+
+namespace {
+
+constexpr uint32_t safe_alignment = 4096; // holds on every file system and disk that takes O_DIRECT
+
+/// What the file system asks of direct reads. 0: it refuses them.
+uint32_t direct_alignment([[maybe_unused]] int fd) {
+#ifdef STATX_DIOALIGN
+    struct statx info = {};
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {
+        const uint32_t align = std::max(info.stx_dio_offset_align, info.stx_dio_mem_align);
+        return align;
+    }
+#endif
+    return safe_alignment;
+}
+
+} // namespace
+
+int FileOps::open(const std::filesystem::path &path, bool want_direct, OpenFile &out) {
+    out = {};
+#ifdef O_DIRECT
+    if (want_direct) {
+        do {
+            out.fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+        } while (out.fd < 0 && errno == EINTR);
+        if (out.fd >= 0) {
+            out.alignment = direct_alignment(out.fd);
+            out.direct = out.alignment > 0;
+            if (!out.direct) ::close(std::exchange(out.fd, -1));
+        }
+    }
+#endif
+    if (out.fd < 0) { // tmpfs, some overlays and network file systems refuse O_DIRECT
+        out.alignment = 1;
+        do {
+            out.fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        } while (out.fd < 0 && errno == EINTR);
+        if (out.fd < 0) return errno;
+#ifdef F_NOCACHE
+        if (want_direct) (void)fcntl(out.fd, F_NOCACHE, 1); // macOS: the same wish, no alignment asked
+#endif
+    }
+    struct stat info = {};
+    if (fstat(out.fd, &info) != 0) {
+        const int error = errno;
+        close(out);
+        return error;
+    }
+    out.size = static_cast<uint64_t>(info.st_size);
+    return 0;
+}
+
+ssize_t FileOps::read_at(const OpenFile &file, void *to, size_t bytes, uint64_t offset) {
+    const ssize_t n = pread(file.fd, to, bytes, static_cast<off_t>(offset));
+    return n >= 0 ? n : -errno;
+}
+
+void FileOps::forget([[maybe_unused]] const OpenFile &file, [[maybe_unused]] uint64_t offset,
+                     [[maybe_unused]] uint64_t bytes) {
+#ifdef POSIX_FADV_DONTNEED
+    (void)posix_fadvise(file.fd, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_DONTNEED);
+#endif
+}
+
+void FileOps::close(OpenFile &file) {
+    if (file.fd >= 0) ::close(std::exchange(file.fd, -1));
+}
+
+} // namespace spice
