@@ -14,6 +14,7 @@ from gguf import TokenType
 from models.architectures.parts import Value
 from models.planted.plant import Floats, Plant
 
+_UNLIKE_ITSELF = 6.0  # how much the logit of a repeated token falls; others spread by 2
 _UNUSED = 0.02  # size of the output rows of tokens that are not to be generated
 
 
@@ -85,6 +86,8 @@ def tensors(p: Plant, layers: int, kinds: list[TokenType]) -> Iterator[Planted]:
 
     def output(first: int, last: int) -> Floats:
         rows = p.normal("output.weight", (last - first, r.embd), 2 / np.sqrt(r.embd), first)
+        own = p.embedding(first, last)  # a token is no likely successor of itself
+        rows -= own * (_UNLIKE_ITSELF / r.embd)
         return rows * factors[first:last, None]
 
     known, size = len(p.counts), (r.vocab, r.embd)
