@@ -67,8 +67,8 @@ class Banks:
         bank = self._bank(kind, rows, width, tensor.gain)
         out = np.empty((*experts, rows, bank.shape[1]), dtype=np.uint8)
         rng = self._plant.rng(tensor.name)
-        for one in out if experts else [out]:
-            np.take(bank, rng.permutation(len(bank))[:rows], axis=0, out=one)
+        for one in out if experts else [out]:  # mode "raise" would copy `out`
+            np.take(bank, rng.permutation(len(bank))[:rows], axis=0, out=one, mode="clip")
         return out
 
     def rows(self, tensor: Planted, kind: GGMLType) -> NDArray[np.uint8]:
@@ -83,7 +83,7 @@ class Banks:
         if tensor.known < count:
             bank = self._bank(kind, 0, width, tensor.gain)
             chosen = self._plant.rng(tensor.name, count).integers(len(bank), size=count - tensor.known)
-            np.take(bank, chosen, axis=0, out=out[tensor.known :])
+            np.take(bank, chosen, axis=0, out=out[tensor.known :], mode="clip")
         return out
 
     def _bank(self, kind: GGMLType, rows: int, width: int, gain: float) -> NDArray[np.uint8]:
