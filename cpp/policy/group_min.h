@@ -24,7 +24,9 @@ class GroupMin {
     explicit GroupMin(const PoolShape &shape)
         : n_groups_(static_cast<size_t>(shape.n_groups)), n_experts_(static_cast<size_t>(shape.n_experts)),
           stride_((n_experts_ + lanes - 1) / lanes * lanes), keys_(n_groups_ * stride_, absent),
-          refused_(n_groups_ * stride_, 0), groups_(n_groups_) {}
+          refused_(n_groups_ * stride_, 0), groups_(n_groups_) {
+        refusals_.reserve(n_groups_ * n_experts_);
+    }
 
     /// Keys of residents must be below this.
     static constexpr Key absent = std::numeric_limits<Key>::max();
@@ -39,7 +41,12 @@ class GroupMin {
 
     void erase(SlabId id) {
         assert(contains(id));
-        keys_[flat(id)] = absent;
+        const size_t i = flat(id);
+        keys_[i] = absent;
+        if (refused_[i] != 0) {
+            refused_[i] = 0;
+            std::erase(refusals_, id);
+        }
         groups_[static_cast<size_t>(id.group)].known = false;
     }
 
@@ -62,10 +69,12 @@ class GroupMin {
     /// go to the lower group, then to the lower expert.
     template <class Value>
     [[nodiscard]] std::optional<SlabId> victim(const Value &value, Evictable evictable) {
-        if (++round_ == 0) { // the stamps of 2^32 rounds ago must not count
-            std::fill(refused_.begin(), refused_.end(), 0U);
-            round_ = 1;
-        }
+        std::erase_if(refusals_, [&](SlabId id) {
+            if (!evictable(id)) return false;
+            refused_[flat(id)] = 0;
+            groups_[static_cast<size_t>(id.group)].known = false;
+            return true;
+        });
         while (true) {
             size_t best = n_groups_;
             decltype(value(int32_t{}, Key{})) best_value{};
@@ -79,27 +88,21 @@ class GroupMin {
                     best_value = v;
                 }
             }
-            if (best == n_groups_) break;
+            if (best == n_groups_) return std::nullopt;
             const SlabId id{static_cast<int32_t>(best), groups_[best].min_expert};
-            if (evictable(id)) {
-                forget_refusals();
-                return id;
-            }
-            refused_[flat(id)] = round_;
-            any_refused_ = true;
-            find_min_not_refused(best);
+            if (evictable(id)) return id;
+            refused_[flat(id)] = 1;
+            refusals_.push_back(id);
+            groups_[best].known = false;
         }
-        forget_refusals();
-        return std::nullopt;
     }
 
   private:
     static constexpr size_t lanes = 16;
     struct Group {
-        Key min_key = absent; ///< absent: no resident
+        Key min_key = absent; ///< of the residents not refused; absent: there is none
         int32_t min_expert = 0;
-        bool known = true;   ///< min_* are right
-        bool skewed = false; ///< min_* leave out refused slabs: right in this round only
+        bool known = true; ///< min_* are right
     };
 
     [[nodiscard]] size_t flat(SlabId id) const {
@@ -108,52 +111,32 @@ class GroupMin {
         return static_cast<size_t>(id.group) * stride_ + static_cast<size_t>(id.expert);
     }
 
-    /// The smallest key of a group, for all residents.
     void find_min(size_t g) {
         const Key *keys = &keys_[g * stride_];
+        const uint8_t *refused = &refused_[g * stride_];
         std::array<Key, lanes> low;
         low.fill(absent);
         for (size_t e = 0; e < stride_; e += lanes) { // compilers make vector instructions of the inner loop
             for (size_t lane = 0; lane < lanes; ++lane) {
-                low[lane] = keys[e + lane] < low[lane] ? keys[e + lane] : low[lane];
+                const Key key = refused[e + lane] != 0 ? absent : keys[e + lane];
+                low[lane] = key < low[lane] ? key : low[lane];
             }
         }
         const Key min = *std::min_element(low.begin(), low.end());
-        const auto at = std::find(keys, keys + n_experts_, min) - keys;
-        groups_[g] = {min, static_cast<int32_t>(at), true, false};
-    }
-
-    /// The same without the slabs that were refused in this round.
-    void find_min_not_refused(size_t g) {
-        const Key *keys = &keys_[g * stride_];
-        const uint32_t *refused = &refused_[g * stride_];
-        Key min = absent;
         size_t at = 0;
-        for (size_t e = 0; e < n_experts_; ++e) {
-            if (keys[e] < min && refused[e] != round_) {
-                min = keys[e];
-                at = e;
-            }
+        if (min != absent) {
+            while (keys[at] != min || refused[at] != 0) ++at;
         }
-        groups_[g] = {min, static_cast<int32_t>(at), true, true};
-    }
-
-    void forget_refusals() {
-        if (!any_refused_) return;
-        for (Group &group : groups_) {
-            if (group.skewed) group.known = group.skewed = false;
-        }
-        any_refused_ = false;
+        groups_[g] = {min, static_cast<int32_t>(at), true};
     }
 
     size_t n_groups_;
     size_t n_experts_;
-    size_t stride_;                 ///< n_experts_ rounded up to whole lanes
-    std::vector<Key> keys_;         ///< by flat number; absent: not resident
-    std::vector<uint32_t> refused_; ///< by flat number: the last round that refused it
+    size_t stride_;                ///< n_experts_ rounded up to whole lanes
+    std::vector<Key> keys_;        ///< by flat number; absent: not resident
+    std::vector<uint8_t> refused_; ///< by flat number: 1 for those in refusals_
+    std::vector<SlabId> refusals_; ///< residents that the last victim() found not evictable
     std::vector<Group> groups_;
-    uint32_t round_ = 0;
-    bool any_refused_ = false;
 };
 
 } // namespace spice::policy
