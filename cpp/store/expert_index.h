@@ -49,7 +49,8 @@ struct ExpertPart {
 struct LayerExperts {
     int32_t layer = 0;
     std::vector<ExpertPart> parts;
-    [[nodiscard]] uint64_t slab_bytes(Bank bank) const; ///< bytes of all weight parts of one expert of the bank
+    [[nodiscard]] uint64_t
+    slab_bytes(Bank bank) const; ///< bytes of all weight parts of one expert of the bank
 };
 
 class ExpertIndex {

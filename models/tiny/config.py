@@ -10,6 +10,7 @@ class Config:
     """llama.cpp's `deepseek2`: latent attention, a leading dense layer, shared and routed experts.
 
     nope, rope: plain and rotated values of a query head; value: values of a value head; rank: of the latent.
+    tie: share of the embedding that is added to the output matrix, so that copying a word is easily learned.
     Rows are multiples of 256 wherever weights are many, so that the K-quants fit.
     """
 
@@ -31,6 +32,7 @@ class Config:
     rope_base: float = 10000.0
     eps: float = 1e-5
     context: int = 1024
+    tie: float = 0.1
 
     @property
     def moe_layers(self) -> int:

@@ -23,7 +23,7 @@ def tensors(c: Config, weights: Arrays) -> Arrays:
     out: Arrays = {
         "token_embd.weight": weights["embed"],
         "output_norm.weight": weights["norm.weight"],
-        "output.weight": weights["output"],
+        "output.weight": weights["output"] + c.tie * weights["embed"],
     }
     for il in range(c.layers):
         b, s = f"blk.{il}.", f"blocks.{il}."

@@ -35,13 +35,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in plain steps: for short rows on a CPU faster to train than the fused kernel."""
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    mask = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype).triu(1)
-    return (scores + mask).softmax(-1) @ v
-
-
 class Attention(nn.Module):
     """Multi-head latent attention: keys and values are made from a latent of `rank` values per token."""
 
@@ -68,7 +61,8 @@ class Attention(nn.Module):
         k_rope = rotate(k_rope[:, None], cos, sin).to(kind).expand(-1, c.heads, -1, -1)
         q = torch.cat((q[..., : c.nope], rotate(q[..., c.nope :], cos, sin).to(kind)), -1)
         k = torch.cat((k_nope, k_rope), -1)
-        y = _attend(q, k, v) if self.training else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # In float32: the gradients of scores are small differences that bfloat16 would round away.
+        y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(kind)
         return F.linear(y.transpose(1, 2).flatten(2), self.out.to(kind))
 
 
@@ -171,4 +165,4 @@ class Tiny(nn.Module):
         x = F.embedding(ids, self.embed)
         for block in self.blocks:
             x = block(x, kind, cos, sin)
-        return F.linear(self.norm(x).to(kind), self.output.to(kind))
+        return F.linear(self.norm(x).to(kind), (self.output + self.c.tie * self.embed).to(kind))

@@ -33,10 +33,10 @@ class Plan:
     rows: int = 4
     time: int = 512
     warmup: int = 40
-    lr: float = 0.02
-    adam_lr: float = 0.004
-    balance: float = 0.01
-    save_every: float = 300.0
+    lr: float = 0.006
+    adam_lr: float = 0.0015
+    balance: float = 0.03
+    save_every: float = 150.0
     steps: int = 1 << 30
 
 
