@@ -20,7 +20,7 @@ TYPES = ("F16", "Q8_0", "Q4_K", "Q5_K")
 
 def load(path: Path, **options: object) -> llama_cpp.Llama:
     return llama_cpp.Llama(
-        str(path), n_ctx=128, n_threads=2, n_threads_batch=2, verbose=False, logits_all=True, **options
+        str(path), n_ctx=128, n_threads=1, n_threads_batch=1, verbose=False, logits_all=True, **options
     )
 
 
