@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--budgets", nargs="*", default=["auto"], metavar="SIZE", help="ram_budget of SPICE runs"
     )
     parser.add_argument("--strategies", nargs="*", default=[None], metavar="NAME")
-    parser.add_argument("--io-threads", nargs="*", type=int, default=[4], metavar="N")
+    parser.add_argument("--io-threads", nargs="*", type=int, default=[0], metavar="N", help="0 tunes it")
     parser.add_argument("--buffered", action="store_true", help="no direct reads")
     parser.add_argument("--no-stock", action="store_true", help="SPICE alone")
     parser.add_argument("--rounds", type=int, default=1)

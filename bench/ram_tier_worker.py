@@ -27,7 +27,8 @@ def main() -> int:
         from spice_moe import Llama
 
         llm: llama_cpp.Llama = Llama(
-            job["model"], ram_budget=job["budget"], strategy=job["strategy"], io_threads=job["io_threads"],
+            job["model"], ram_budget=job["budget"], strategy=job["strategy"],
+            io_threads=job["io_threads"] or None,
             direct_io=job["direct_io"], **options,
         )  # fmt: skip
     else:

@@ -141,6 +141,7 @@ py::dict stats(const Model &m) {
     out["slabs_read"] = c.slabs_read;
     out["bytes_read"] = c.reader.bytes;
     out["reads"] = c.reader.reads;
+    out["read_depth"] = c.read_depth;
     out["read_seconds"] = c.reader.busy_seconds;
     out["stall_seconds"] = c.stall_seconds;
     out["resident_experts"] = c.resident_experts;
@@ -176,7 +177,7 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<Model>(m, "Model")
         .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool>(), py::arg("path"),
-             py::arg("expert_used") = 0, py::arg("io_threads") = 4, py::arg("eviction") = "",
+             py::arg("expert_used") = 0, py::arg("io_threads") = 0, py::arg("eviction") = "",
              py::arg("direct_io") = true)
         .def(
             "build_pool",

@@ -273,7 +273,10 @@ Counters Engine::counters() const {
     const std::lock_guard lock(mutex_);
     Counters counters = counters_;
     counters.stall_seconds = stalls_.seconds();
-    if (reader_ != nullptr) counters.reader = reader_->counters();
+    if (reader_ != nullptr) {
+        counters.reader = reader_->counters();
+        counters.read_depth = reader_->depth();
+    }
     for (const SizeClass &cls : classes_) {
         const auto n = static_cast<uint64_t>(cls.pool.n_slots() - cls.pool.n_free());
         counters.resident_experts += n;

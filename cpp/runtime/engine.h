@@ -66,11 +66,12 @@ struct Counters {
     ReaderCounters reader;
     uint64_t resident_experts = 0;
     uint64_t resident_bytes = 0;
+    int32_t read_depth = 0;
 };
 
 struct EngineOptions {
     int64_t expert_used = 0; ///< the user's override of expert_used_count, 0 for none
-    int32_t io_threads = 4;
+    int32_t io_threads = 0;  ///< reads in flight; 0 tunes it
     uint64_t ram_budget = 0; ///< bytes for slots; 0: room for every expert
     std::string eviction;    ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;

@@ -57,7 +57,9 @@ struct ReplayResult {
                                           std::string_view strategy);
 
 /// The most hits that any choice of victims can get, knowing the future. `per_layer`: the pool is split
-/// equally, each layer has its own part (the first layers get what does not divide).
+/// equally, each layer has its own part (the first layers get what does not divide). A part that is
+/// narrower than a call serves it in waves, which one pool with wave 0 need not do: only there can it have
+/// more hits than one pool.
 [[nodiscard]] Result<ReplayResult> belady(const Routing &routing, const ReplayOptions &options,
                                           bool per_layer);
 

@@ -52,8 +52,11 @@ Result<std::unique_ptr<SlabReader>> SlabReader::open(std::vector<std::filesystem
         reader->files_.push_back(file);
     }
     reader->paths_ = std::move(files);
+    const std::vector<int32_t> depths =
+        options.n_threads > 0 ? std::vector<int32_t>{options.n_threads} : std::vector<int32_t>{4, 2, 8};
+    reader->tuner_ = DepthTuner(depths);
     try {
-        for (int32_t i = 0; i < options.n_threads; ++i) {
+        for (int32_t i = 0; i < *std::ranges::max_element(depths); ++i) {
             reader->threads_.emplace_back([r = reader.get()] { r->work(); });
         }
     } catch (const std::system_error &error) {
@@ -105,7 +108,9 @@ void SlabReader::work() {
     Bounce bounce;
     std::unique_lock lock(mutex_);
     for (;;) {
-        has_work_.wait(lock, [&] { return stop_ || !demand_.empty() || !prefetch_.empty(); });
+        has_work_.wait(lock, [&] {
+            return stop_ || (in_flight_ < tuner_.depth() && (!demand_.empty() || !prefetch_.empty()));
+        });
         if (stop_) return;
         std::deque<ReadRequest> &queue = demand_.empty() ? prefetch_ : demand_;
         const ReadRequest request = queue.front();
@@ -114,8 +119,12 @@ void SlabReader::work() {
         lock.unlock();
         const Status status = serve(request, bounce);
         lock.lock();
-        if (--in_flight_ == 0) counters_.busy_seconds += now() - busy_since_;
+        const double ended = now();
+        if (--in_flight_ == 0) counters_.busy_seconds += ended - busy_since_;
         if (status.ok()) counters_.bytes += request.to.size();
+        const int32_t depth = tuner_.depth();
+        tuner_.ended(request.to.size(), ended, !demand_.empty());
+        if (tuner_.depth() > depth) has_work_.notify_all(); // threads that the old depth held back
         lock.unlock();
         request.completion->done(status);
         lock.lock();
@@ -179,6 +188,11 @@ Status SlabReader::failure(uint32_t file, uint64_t offset, size_t bytes, int err
     return {Code::io, paths_[file].string() + ": reading " + std::to_string(bytes) + " bytes at " +
                           std::to_string(offset) + ": " + std::strerror(error) +
                           "; check the disk, then try again"};
+}
+
+int32_t SlabReader::depth() const {
+    const std::lock_guard lock(mutex_);
+    return tuner_.depth();
 }
 
 ReaderCounters SlabReader::counters() const {

@@ -11,6 +11,7 @@
 // does: it was cut or replaced since it was opened). After an error the destination's bytes are undefined.
 #pragma once
 
+#include "store/depth_tuner.h"
 #include "store/file_ops.h"
 #include "store/status.h"
 
@@ -53,7 +54,7 @@ struct ReaderCounters {
 class SlabReader {
   public:
     struct Options {
-        int32_t n_threads = 4;             ///< reads in flight, >= 1
+        int32_t n_threads = 0;             ///< reads in flight; 0 tries a few numbers and keeps the best
         bool direct = true;                ///< try O_DIRECT
         size_t max_read = size_t{4} << 20; ///< bytes per system call
         std::shared_ptr<FileOps> ops;      ///< null: the real ones
@@ -72,6 +73,7 @@ class SlabReader {
 
     [[nodiscard]] uint32_t alignment() const { return alignment_; } ///< 1 when all files are buffered
     [[nodiscard]] bool direct() const { return direct_; } ///< every file is read past the page cache
+    [[nodiscard]] int32_t depth() const;                  ///< reads in flight at most, now
     [[nodiscard]] ReaderCounters counters() const;
     void reset_counters();
 
@@ -95,6 +97,7 @@ class SlabReader {
     std::condition_variable has_work_;
     std::deque<ReadRequest> demand_;
     std::deque<ReadRequest> prefetch_;
+    DepthTuner tuner_;
     int32_t in_flight_ = 0;
     double busy_since_ = 0.0;
     ReaderCounters counters_;

@@ -38,9 +38,9 @@ class Corpus:
 
     def turn(self, r: random.Random, held_out: bool = False) -> Turn:
         roll = r.random()
-        if roll < 0.1:
+        if roll < 0.06:
             question, answer = self.define(r)
-        elif roll < 0.14:
+        elif roll < 0.1:
             question, answer = stories.request(r)
         else:
             question, answer = tasks.draw(r, held_out=held_out)

@@ -195,9 +195,9 @@ def unknown(r: random.Random) -> Example:
 
 # Each kind with its share of the questions. Kinds with a key are tested on held-out arguments.
 SHARES: dict[Task, float] = {
-    add: 4, subtract: 3, compare: 2, sort_numbers: 3, reverse_list: 3, count_list: 2, pick: 3, repeat: 4,
-    owner: 4, spell: 1.5, capital: 2.5, opposite: 1.5, calendar: 1.5, young: 1, sound: 0.7, colour: 0.8,
-    kind_of: 1.5, talk: 1.5, unknown: 1,
+    add: 4, subtract: 3, compare: 3, sort_numbers: 4, reverse_list: 4, count_list: 1, pick: 5, repeat: 5,
+    owner: 6, spell: 1.5, capital: 2.5, opposite: 1, calendar: 1.5, young: 1, sound: 0.7, colour: 0.8,
+    kind_of: 1.5, talk: 1.2, unknown: 0.7,
 }  # fmt: skip
 COMBINATORIAL = (add, subtract, compare, sort_numbers, reverse_list, count_list, pick, repeat, owner)
 _TASKS, _WEIGHTS = list(SHARES), list(SHARES.values())

@@ -8,7 +8,7 @@ from typing import Any
 import llama_cpp
 
 from . import _core
-from .budget import FreeMemory, free_memory, resolve
+from .budget import FreeMemory, free_memory, is_auto, resolve
 from .errors import SpiceBudgetError, SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
@@ -36,7 +36,7 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
     # bool is an int to Python and a type mismatch to llama.cpp, which refuses it by itself.
     used = next((n for n in asked.values() if isinstance(n, int) and not isinstance(n, bool)), 0)
     settings = {
-        "io_threads": options.io_threads,
+        "io_threads": options.io_threads or 0,
         "eviction": options.strategy or "",
         "direct_io": options.direct_io,
     }
@@ -77,7 +77,7 @@ class Attachment:
             self._overrides = (_BuftOverride * 2)()  # the second stays NULL: the end of the list
             if self.mode == "spice":
                 self._pool = core.pool()
-                if self.options.ram_budget != "auto":  # refuse what cannot work before the long load
+                if not is_auto(self.options.ram_budget):  # refuse what cannot work before the long load
                     self._pool_bytes = self._resolve(FreeMemory(0, "unused"))
                     if self._pool_bytes < self._pool["smallest"]:
                         raise SpiceBudgetError(

@@ -33,6 +33,11 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def is_auto(budget: Budget) -> bool:
+    """Whether ``budget`` depends on what is free once the rest is loaded."""
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
+
+
 def check(budget: Budget) -> None:
     """Raise ``TypeError`` or ``ValueError``, naming the option, for what can be no budget."""
     resolve(budget, everything=2**40, smallest=0, free=2**40)
@@ -47,16 +52,16 @@ def resolve(budget: Budget, *, everything: int, smallest: int, free: int) -> int
     """
     if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
         raise TypeError(f'ram_budget must be a size such as "6GiB", a fraction or "auto", not {budget!r}')
+    if is_auto(budget):
+        margin = max(int(free * _MARGIN_SHARE), _MARGIN_BYTES)
+        left = free - margin
+        if left < smallest:
+            raise SpiceBudgetError(
+                f"{format_bytes(free)} of memory are free, and {format_bytes(smallest + margin)} are "
+                f"needed for experts; free some memory, or give ram_budget={smallest} at your own risk"
+            )
+        return min(left, everything)
     if isinstance(budget, str):
-        if budget.strip().lower() == "auto":
-            margin = max(int(free * _MARGIN_SHARE), _MARGIN_BYTES)
-            left = free - margin
-            if left < smallest:
-                raise SpiceBudgetError(
-                    f"{format_bytes(free)} of memory are free, and {format_bytes(smallest + margin)} are "
-                    f"needed for experts; free some memory, or give ram_budget={smallest} at your own risk"
-                )
-            return min(left, everything)
         if match := _PERCENT.fullmatch(budget):
             return _fraction(float(match[1]) / 100, budget, everything)
         return min(_positive(parse_size(budget), budget), everything)
@@ -104,7 +109,7 @@ def _mem_available(root: Path) -> int:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
+    except (OSError, ValueError, IndexError):
         pass
     import os
 
@@ -115,13 +120,20 @@ def _cgroups(root: Path) -> list[tuple[str, int, int]]:
     """(name, limit, bytes used that cannot be dropped) of each memory cgroup that this process is in."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return []
     found: list[tuple[str, int, int]] = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if controllers == "":  # version 2
-            found += _walk(root / "sys/fs/cgroup", path, "memory.max", "memory.current", ("file",))
+            found += _walk(
+                root / "sys/fs/cgroup",
+                path,
+                "memory.max",
+                "memory.current",
+                ("inactive_file", "active_file"),  # "file" has tmpfs in it, which cannot be dropped
+            )
         elif "memory" in controllers.split(","):
             found += _walk(
                 root / "sys/fs/cgroup/memory",
@@ -144,10 +156,10 @@ def _walk(
             limit_text = (group / limit_file).read_text().strip()
             usage = int((group / usage_file).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            limit = _NO_LIMIT if limit_text == "max" else int(limit_text)
+            cache = sum(int(stat.get(name, 0)) for name in droppable)
         except (OSError, ValueError):
             continue
-        if limit_text == "max" or int(limit_text) >= _NO_LIMIT:
-            continue
-        cache = sum(int(stat.get(name, 0)) for name in droppable)
-        found.append((str(group), int(limit_text), usage - min(cache, usage)))
+        if limit < _NO_LIMIT:
+            found.append((str(group), limit, usage - min(cache, usage)))
     return found

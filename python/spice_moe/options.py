@@ -46,8 +46,8 @@ class SpiceOptions:
     direct_io: bool = True
     """Read experts past the page cache where the file system allows it."""
 
-    io_threads: int = 4
-    """Threads that read experts from disk (they sleep while there is nothing to read)."""
+    io_threads: int | None = None
+    """Reads kept in flight. None tries a few numbers on the first reads and keeps the best."""
 
     progress: ProgressCallback | bool | None = None
     """Progress of loading: True draws a bar on stderr, a callable gets fractions, None or False is silent."""
@@ -59,9 +59,9 @@ class SpiceOptions:
         budget.check(self.ram_budget)
         if not (self.strategy is None or isinstance(self.strategy, str)):
             raise TypeError(f"strategy must be a name, not {self.strategy!r}")
-        if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int):
+        if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int | None):
             raise TypeError(f"io_threads must be a whole number, not {self.io_threads!r}")
-        if not 1 <= self.io_threads <= MAX_IO_THREADS:
+        if self.io_threads is not None and not 1 <= self.io_threads <= MAX_IO_THREADS:
             raise ValueError(f"io_threads must be 1 to {MAX_IO_THREADS}, not {self.io_threads}")
         if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
             raise TypeError(f"progress must be True, False, None or a callable, not {self.progress!r}")

@@ -54,7 +54,7 @@ class Plan:
     smallest_budget: int  #: the smallest ram_budget that works for this model
     strategy: str  #: which expert leaves a full pool
     direct_io: bool  #: experts are read past the page cache
-    io_threads: int  #: threads that read experts; 0 in mode "plain"
+    io_threads: int | None  #: reads kept in flight; None: tuned on the first reads; 0 in mode "plain"
     n_threads: int  #: compute threads for single tokens
     n_threads_batch: int  #: compute threads for batches
     exact: bool  #: False when ``exactness`` names something lossy
@@ -80,6 +80,7 @@ class Plan:
                 f"plain llama.cpp ({self.reason}): {self.architecture}, weights by {self.load_mode}, "
                 f"{threads}; {self.exactness}"
             )
+        reads = "reads in flight tuned" if self.io_threads is None else f"{self.io_threads} reads in flight"
         if self.slots >= self.experts_total:
             pool = "read at first use and kept in memory"
         else:
@@ -97,5 +98,5 @@ class Plan:
         return (
             f"SPICE: {self._experts()} {pool}, "
             f"{format_bytes(self.other_bytes)} of other weights {self.load_mode} at load; {threads}, "
-            f"{_count(self.io_threads, 'I/O thread')}; {self.exactness}"
+            f"{reads}; {self.exactness}"
         )

@@ -21,6 +21,7 @@ COUNTERS: dict[str, str] = {
     "slabs_read": "experts that were given a slot and read from disk",
     "bytes_read": "bytes read from disk for experts",
     "reads": "read calls to the operating system",
+    "read_depth": "reads that are kept in flight now",
     "read_seconds": "seconds with at least one read running",
     "stall_seconds": "seconds with at least one compute thread waiting for a read",
     "resident_experts": "experts in memory now",
@@ -30,7 +31,7 @@ COUNTERS: dict[str, str] = {
 }
 
 #: Counters that say what is there now; reset_stats() leaves them alone.
-GAUGES = frozenset({"resident_experts", "resident_bytes"})
+GAUGES = frozenset({"resident_experts", "resident_bytes", "read_depth"})
 
 
 class Counting(Protocol):
