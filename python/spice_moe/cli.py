@@ -23,11 +23,13 @@ from .errors import (
 from .options import strategies
 from .plan import format_bytes
 from .session import MeteredLlama, Session
+from .shipped import tiny_model
 
 OK, OTHER, USAGE, NO_FILE, FORMAT, UNSUPPORTED, MEMORY, IO, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
 
 _EPILOG = """\
 examples:
+  spice-run -p "What is 3 + 4?"
   spice-run model.gguf -p "What is the capital of France?"
   spice-run model.gguf -i --system "Answer in one sentence."
   spice-run model.gguf --raw -p "Once upon a time" -n 100 --temp 0
@@ -109,7 +111,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model, a .gguf file")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="the model, a .gguf file (default: the small one that comes along)",
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="answer this prompt and end")
     prompt.add_argument(
@@ -159,8 +166,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
     args = parser.parse_args(argv)
-    if args.model is None:
-        parser.error("which model? Name a .gguf file: spice-run MODEL.gguf -p TEXT (--help shows examples)")
     if args.raw and (args.system is not None or args.interactive):
         parser.error("--raw sends no chat messages: it excludes --system and -i")
     if not (args.prompt is not None or args.file or args.interactive):
@@ -186,6 +191,8 @@ def _version() -> str:
 
 def _run(args: argparse.Namespace) -> int:
     prompt = None if args.interactive else _prompt(args)
+    if args.model is None:
+        args.model = str(tiny_model())
     llm = _load(args)
     try:
         if not args.json:
