@@ -200,9 +200,6 @@ class Llama(llama_cpp.Llama):
 
 def _lora_failure(lora: str, attachment: Attachment) -> SpiceError:
     """The exception for a LoRA adapter that llama.cpp refused."""
-    cause = attachment.take_error()
-    if cause is not None:
-        return SpiceUnsupportedError(f"{lora}: SPICE cannot apply an adapter to expert weights ({cause[1]})")
     reason = next((line for line in attachment.monitor.messages if "lora" in line), "no reason given")
     return SpiceFormatError(f"{lora}: llama.cpp refused the LoRA adapter: {reason}")
 
