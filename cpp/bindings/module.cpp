@@ -1,6 +1,7 @@
 // The Python module spice_moe._core: declarations, no logic. Statuses become SpiceError subclasses.
 #include "backend/abort_guard.h"
 #include "backend/expert_buffer.h"
+#include "backend/host_buffer.h"
 #include "backend/plugin.h"
 #include "runtime/engine.h"
 
@@ -189,6 +190,8 @@ PYBIND11_MODULE(_core, m) {
         .def("reset_stats", [](const Model &model) { model.engine().reset_counters(); })
         .def("buffer_type",
              [](const Model &model) { return reinterpret_cast<uintptr_t>(model.attachment().buffer_type()); })
+        .def_static("host_buffer_type", [] { return reinterpret_cast<uintptr_t>(host_buffer_type()); })
+        .def_property_readonly_static("host_pattern", [](const py::object &) { return host_tensor_pattern; })
         .def_property_readonly("override_pattern", [](const Model &) { return expert_tensor_pattern; })
         .def("finish_load", &Model::finish_load)
         .def("take_error",

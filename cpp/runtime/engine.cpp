@@ -142,13 +142,14 @@ void Engine::plan_pool(int64_t expert_used) {
     };
     plan_.n_classes = static_cast<int32_t>(classes_.size());
     plan_.direct_io = reader_->direct();
-    for (const SizeClass &cls : classes_) {
+    for (SizeClass &cls : classes_) {
         plan_.everything += cls.slot_bytes * static_cast<uint64_t>(cls.n_experts);
         plan_.smallest += cls.slot_bytes * static_cast<uint64_t>(std::min(min_slots, cls.n_experts));
         plan_.n_experts += cls.n_experts;
         for (const int32_t group : cls.groups) {
-            plan_.working_set +=
-                cls.slot_bytes * static_cast<uint64_t>(used(groups_[static_cast<size_t>(group)]));
+            const int64_t k = used(groups_[static_cast<size_t>(group)]);
+            cls.top_k = std::max(cls.top_k, static_cast<int32_t>(k));
+            plan_.working_set += cls.slot_bytes * static_cast<uint64_t>(k);
         }
     }
 }
@@ -176,7 +177,7 @@ Status Engine::build_pool(uint64_t budget) {
         if (!pool.ok()) return pool.status();
         cls.pool = pool.take();
         cls.eviction = policy::make_eviction(
-            plan_.eviction, {static_cast<int32_t>(cls.groups.size()), cls.max_experts, n_slots});
+            plan_.eviction, {static_cast<int32_t>(cls.groups.size()), cls.max_experts, n_slots, cls.top_k});
         plan_.n_slots += n_slots;
         plan_.budget += cls.pool.stride() * static_cast<uint64_t>(n_slots);
     }

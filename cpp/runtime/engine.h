@@ -141,6 +141,7 @@ class Engine {
         uint64_t slot_bytes = 0;
         int64_t n_experts = 0; ///< of all its groups
         int32_t max_experts = 0;
+        int32_t top_k = 0;           ///< experts per token and layer
         std::vector<int32_t> groups; ///< by their number in the class
         SlotPool pool;
         std::unique_ptr<policy::Eviction> eviction;

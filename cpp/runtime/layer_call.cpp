@@ -5,6 +5,20 @@
 
 namespace spice {
 
+namespace {
+
+/// For each expert, how many rows of the batch go to it: what stands for its weight in the call.
+std::vector<float> rows_of(std::span<const int32_t> ids, std::span<const int32_t> experts, int32_t n_expert) {
+    std::vector<float> by_expert(static_cast<size_t>(n_expert), 0.0f);
+    for (const int32_t id : ids) by_expert[static_cast<size_t>(id)] += 1.0f;
+    std::vector<float> rows;
+    rows.reserve(experts.size());
+    for (const int32_t expert : experts) rows.push_back(by_expert[static_cast<size_t>(expert)]);
+    return rows;
+}
+
+} // namespace
+
 Status LayerCall::begin(Engine &engine, int32_t group_id, std::span<const int32_t> ids) {
     const std::lock_guard lock(engine.mutex_);
     Engine::Group &group = engine.groups_[static_cast<size_t>(group_id)];
@@ -28,7 +42,8 @@ Status LayerCall::begin(Engine &engine, int32_t group_id, std::span<const int32_
     pinned_.assign(experts_.size(), false);
     const auto n_complete = static_cast<size_t>(std::ranges::count_if(experts_, complete));
 
-    engine.classes_[static_cast<size_t>(group.size_class)].eviction->begin_call(group.number, experts_, {});
+    engine.classes_[static_cast<size_t>(group.size_class)].eviction->begin_call(
+        group.number, experts_, rows_of(ids, experts_, group.n_expert));
     engine.counters_.layer_calls += 1;
     engine.counters_.expert_rows += ids.size();
     engine.counters_.experts_requested += experts_.size();

@@ -74,7 +74,7 @@ class Attachment:
         try:
             self._summary = core.summary()
             self.mode, self.reason = self._decide(bool(arguments.get("vocab_only", False)))
-            self._overrides = (_BuftOverride * 2)()  # the second stays NULL: the end of the list
+            self._overrides = (_BuftOverride * 3)()  # the last stays NULL: the end of the list
             if self.mode == "spice":
                 self._pool = core.pool()
                 if not is_auto(self.options.ram_budget):  # refuse what cannot work before the long load
@@ -87,6 +87,9 @@ class Attachment:
                         )
                 _core.register_backend()
                 self._overrides[0] = _BuftOverride(core.override_pattern.encode(), core.buffer_type())
+                # llama.cpp chooses better where there is a choice: GPU layers, repacked weights.
+                if not (options.repack or arguments.get("n_gpu_layers", 0)):
+                    self._overrides[1] = _BuftOverride(core.host_pattern.encode(), core.host_buffer_type())
         except BaseException:
             core.close()
             raise

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, _core
+from . import __version__, _core, budget
 from .errors import (
+    SpiceBudgetError,
     SpiceError,
     SpiceFormatError,
     SpiceIOError,
@@ -42,7 +43,7 @@ template if it has one; --raw completes the text as it is. In a chat (-i), /rese
 
 exit codes:
   0  done                                 5  the model cannot be run (quantisation, architecture, context)
-  1  another failure                      6  out of memory
+  1  another failure                      6  out of memory, or --ram is too small
   2  wrong usage                          7  the disk refused to read
   3  no such file                       130  ended by Ctrl-C
   4  not a GGUF, truncated or malformed
@@ -87,7 +88,7 @@ def _exit_code(error: Exception) -> int:
         (FileNotFoundError, NO_FILE),
         (SpiceFormatError, FORMAT),
         (SpiceUnsupportedError, UNSUPPORTED),
-        ((SpiceMemoryError, MemoryError), MEMORY),
+        ((SpiceMemoryError, SpiceBudgetError, MemoryError), MEMORY),
         ((SpiceIOError, OSError), IO),
         (SpiceError, OTHER),
     ]
@@ -158,6 +159,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     run.add_argument(
         "--ram",
+        type=_budget,
         metavar="SIZE",
         default="auto",
         help="memory for experts: 6GiB, 6G, 50%% of them, or auto (default: what is free)",
@@ -180,6 +182,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {value}")
     return value
+
+
+def _budget(text: str) -> str:
+    try:
+        budget.check(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _version() -> str:

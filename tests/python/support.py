@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+import pytest
+from gguf import GGUFReader
 from numpy.typing import NDArray
 from spice_moe import Llama
 
@@ -118,3 +122,29 @@ def usage() -> Usage:
         threads=int(status["Threads"]),
         resident_bytes=1024 * int(status["VmRSS"].split()[0]),
     )
+
+
+def expert_ranges(path: Path) -> list[range]:
+    """Where the routed experts lie in a GGUF file: byte ranges, in the order of the file."""
+    tensors = [t for t in GGUFReader(path).tensors if "_exps." in t.name]
+    return sorted(
+        (range(int(t.data_offset), int(t.data_offset + t.n_bytes)) for t in tensors), key=lambda r: r.start
+    )
+
+
+def pages_cached(path: Path, ranges: Iterable[range]) -> float:
+    """The share of these bytes' pages that is in the system's page cache (mincore; skips without it)."""
+    page = mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "mincore"):
+        pytest.skip("no mincore() to look into the page cache")
+    # ACCESS_COPY: writable, so that ctypes gets its address; nothing is written.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
+        flags = (ctypes.c_ubyte * (len(view) // page + 1))()
+        start = ctypes.c_char.from_buffer(view)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(view)), flags)
+        del start  # or the mapping cannot be closed
+    if failed:
+        pytest.skip(f"mincore(): {os.strerror(ctypes.get_errno())}")
+    inside = [flags[p] & 1 for r in ranges for p in range(-(-r.start // page), r.stop // page)]
+    return sum(inside) / len(inside)
