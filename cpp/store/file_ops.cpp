@@ -47,6 +47,10 @@ int FileOps::open(const std::filesystem::path &path, bool want_direct, OpenFile 
             out.fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
         } while (out.fd < 0 && errno == EINTR);
         if (out.fd < 0) return errno;
+#ifdef POSIX_FADV_RANDOM
+        // Read-ahead would fetch experts that nobody asked for, and they would stay in the page cache.
+        (void)posix_fadvise(out.fd, 0, 0, POSIX_FADV_RANDOM);
+#endif
 #ifdef F_NOCACHE
         if (want_direct) (void)fcntl(out.fd, F_NOCACHE, 1); // macOS: the same wish, no alignment asked
 #endif
@@ -69,7 +73,11 @@ ssize_t FileOps::read_at(const OpenFile &file, void *to, size_t bytes, uint64_t 
 void FileOps::forget([[maybe_unused]] const OpenFile &file, [[maybe_unused]] uint64_t offset,
                      [[maybe_unused]] uint64_t bytes) {
 #ifdef POSIX_FADV_DONTNEED
-    (void)posix_fadvise(file.fd, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_DONTNEED);
+    // The kernel keeps a folio that the range covers only in part, and folios grow to 2 MiB.
+    constexpr uint64_t folio = uint64_t{2} << 20;
+    const uint64_t first = offset - std::min(offset, folio);
+    (void)posix_fadvise(file.fd, static_cast<off_t>(first),
+                        static_cast<off_t>(offset - first + bytes + folio), POSIX_FADV_DONTNEED);
 #endif
 }
 

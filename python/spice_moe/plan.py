@@ -94,7 +94,7 @@ class Plan:
                 f"a larger ram_budget helps most -"
             )
         if not self.direct_io:
-            pool += " (buffered: the file system refuses direct reads)"
+            pool += " (buffered: direct_io is off, or the file system refuses it)"
         return (
             f"SPICE: {self._experts()} {pool}, "
             f"{format_bytes(self.other_bytes)} of other weights {self.load_mode} at load; {threads}, "
