@@ -165,10 +165,9 @@ Status Engine::build_pool(uint64_t budget) {
     }
     for (SizeClass &cls : classes_) {
         // What the class cannot do without, and of the rest the share that its experts have of the model.
-        const auto all = static_cast<double>(cls.slot_bytes) * static_cast<double>(cls.n_experts);
-        const double share = all / static_cast<double>(plan_.everything);
-        const double spare = static_cast<double>(budget - plan_.smallest) * share;
-        const auto extra = static_cast<int64_t>(spare / static_cast<double>(cls.slot_bytes));
+        const uint64_t spare = std::min(budget, plan_.everything) - plan_.smallest;
+        const auto extra =
+            static_cast<int64_t>(spare * static_cast<uint64_t>(cls.n_experts) / plan_.everything);
         const int64_t n = budget >= plan_.everything
                               ? cls.n_experts
                               : std::min(std::min(min_slots, cls.n_experts) + extra, cls.n_experts);

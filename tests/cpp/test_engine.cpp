@@ -26,8 +26,9 @@ struct Fixture {
     Status status;
 
     /// `slots`: how many experts the pool has room for; 0 makes no pool.
-    explicit Fixture(int slots, const std::string &eviction = "", bool direct = false) {
-        bytes = test::good_model().bytes();
+    explicit Fixture(int slots, const std::string &eviction = "", bool direct = false,
+                     const test::GgufBuilder &model = test::good_model()) {
+        bytes = model.bytes();
         const auto path = dir.write("m.gguf", bytes);
         auto opened =
             Engine::open(path, {.io_threads = 2, .eviction = eviction, .direct_io = direct, .ops = ops});
@@ -173,6 +174,53 @@ TEST(budgets) {
     CHECK(plan.working_set == plan.everything / 2); // 2 of 4 experts
     const Fixture unknown(8, "no-such-strategy");
     CHECK(unknown.status.code() == Code::unsupported);
+}
+
+TEST(two_size_classes_share_the_budget_and_keep_it) {
+    // The experts of layer 1 as F16: larger slabs, and a pool of their own.
+    test::GgufBuilder builder = test::good_model();
+    for (const char *name : {"gate", "up", "down"}) {
+        builder.at("blk.1.ffn_" + std::string(name) + "_exps.weight").type = GGML_TYPE_F16;
+    }
+    for (const bool direct : {false, true}) {
+        Fixture f(0, "", direct, builder);
+        CHECK_EQ(f.status.message(), "");
+        const spice::PoolPlan &plan = f.engine->plan();
+        CHECK_EQ(plan.n_classes, 2);
+        CHECK_EQ(plan.smallest, plan.everything / 2); // 2 of 4 experts of each class
+        const uint64_t budget = plan.everything / 4 * 3;
+        CHECK(f.engine->build_pool(budget).ok());
+        CHECK(plan.budget <= budget);
+        CHECK_EQ(plan.n_slots, 6); // 3 for each: by their share of the bytes
+        uint64_t stride[2];
+        for (const int layer : {0, 1}) {
+            const auto slots = f.engine->slot_tensor(
+                *f.engine->find("blk." + std::to_string(layer) + ".ffn_up_exps.weight"));
+            CHECK_EQ(slots.n_slots, 3);
+            stride[layer] = slots.stride;
+        }
+        CHECK(direct || stride[0] < stride[1]); // direct: both are padded to whole units
+        CHECK_EQ(plan.budget, 3 * (stride[0] + stride[1]));
+
+        std::mt19937 random(7);
+        for (int i = 0; i < 200; ++i) {
+            const int layer = i % 2;
+            LayerCall call;
+            if (i % 5 == 4) { // all experts: more than the class has slots
+                CHECK(call.begin(*f.engine, layer, std::vector<int32_t>{0, 1, 2, 3}).ok());
+                CHECK(call.streaming());
+                CHECK(compute_waves(f, call, layer, 4));
+            } else {
+                const std::vector<int32_t> ids = {static_cast<int32_t>(random() % 4),
+                                                  static_cast<int32_t>(random() % 4)};
+                CHECK(call.begin(*f.engine, layer, ids).ok());
+                CHECK(compute_direct(f, call, layer));
+            }
+            CHECK(f.engine->counters().resident_bytes <= plan.budget);
+        }
+        CHECK(f.engine->counters().evictions > 0);
+        CHECK_EQ(f.engine->counters().resident_bytes, plan.budget);
+    }
 }
 
 TEST(an_id_that_does_not_exist) {
