@@ -28,7 +28,7 @@ class Corpus:
         self.held_out_prose = documents[::20]
         self.prose = [d for i, d in enumerate(documents) if i % 20]
         self.definitions = texts.definitions(wordnet)
-        self.shares = shares or {CHAT: 0.84, STORY: 0.14, PROSE: 0.02}
+        self.shares = shares or {CHAT: 0.9, STORY: 0.08, PROSE: 0.02}
 
     def define(self, r: random.Random) -> Turn:
         word, gloss = r.choice(self.definitions)

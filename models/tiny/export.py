@@ -101,10 +101,11 @@ def write_f32(path: Path, c: Config, weights: Arrays, tokens: Tokens) -> Path:
 
 
 def quantize_q5_k_m(src: Path, dst: Path, threads: int = 2) -> Path:
-    """llama.cpp's Q5_K_M of an F32 file. Raises RuntimeError if llama.cpp fails."""
+    """llama.cpp's Q5_K_M of an F32 file, with both tables in Q8_0. Raises RuntimeError if llama.cpp fails."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.nthread = threads
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M
+    params.output_tensor_type = params.token_embedding_type = llama_cpp.GGML_TYPE_Q8_0
     with quiet():
         code = llama_cpp.llama_model_quantize(str(src).encode(), str(dst).encode(), ctypes.byref(params))
     if code != 0:

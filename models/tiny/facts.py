@@ -59,18 +59,12 @@ KINDS = {
 }
 DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MONTHS = words("January February March April May June July August September October November December")
-NAMES = words("""
-    Anna Ben Clara David Emma Felix Greta Henry Ida Jack Kate Leo Mia Nora Oscar Paul Rosa Sam Tom
-    Vera
-""")
 WORDS = words("""
     cat dog sun tree fish bird boat lamp book rain snow leaf star moon door hat cup ball ring rope
     stone river bread milk salt sand wind gold wood bell coat shoe nest road farm house mouse horse
     apple train chair table flower garden window candle bridge island forest winter summer pencil
     basket
 """)
-OBJECTS = words("ball book hat cup key coin map lamp ring bell drum kite boat spoon pencil basket")
-PAINTS = words("red blue green yellow black white brown pink")
 DEFINED = words("""
     lantern river island forest desert mountain valley bridge castle harbor ship anchor compass
     telescope clock candle mirror ladder needle basket pillow blanket kitchen window garden farmer
