@@ -32,7 +32,7 @@ int use_order(Projection projection) {
 void Arrivals::note(const Status &status) noexcept {
     if (!status.ok()) {
         const std::lock_guard lock(mutex_);
-        if (error_.ok()) error_ = status;
+        error_ = status;
     }
     count_.fetch_add(1, std::memory_order_release);
     count_.notify_all();

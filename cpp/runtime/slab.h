@@ -19,7 +19,7 @@ enum class PartState : uint32_t { absent, loading, ready, failed };
 /// Told of every arrival, so that a compute thread can wait for whichever comes first.
 class Arrivals {
   public:
-    /// Keeps the first error until taken.
+    /// Keeps the latest error until taken.
     void note(const Status &status) noexcept;
     [[nodiscard]] uint32_t count() const { return count_.load(std::memory_order_acquire); }
     void wait_past(uint32_t seen) const { count_.wait(seen, std::memory_order_acquire); }

@@ -4,6 +4,10 @@
 #include <cerrno>
 #include <fcntl.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
 #include <unistd.h>
 #include <utility>
 
@@ -13,8 +17,13 @@ namespace {
 
 constexpr uint32_t safe_alignment = 4096; // holds on every file system and disk that takes O_DIRECT
 
-/// What the file system asks of direct reads. 0: it refuses them.
+/// What the file system asks of direct reads. 0: it refuses them, or they mean nothing.
 uint32_t direct_alignment([[maybe_unused]] int fd) {
+#ifdef __linux__
+    // Files in memory may accept O_DIRECT, but what they give is no disk speed and must not be called so.
+    struct statfs system = {};
+    if (fstatfs(fd, &system) == 0 && system.f_type == TMPFS_MAGIC) return 0;
+#endif
 #ifdef STATX_DIOALIGN
     struct statx info = {};
     if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {

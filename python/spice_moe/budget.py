@@ -18,6 +18,7 @@ Budget = str | int | float
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+_SHARE = re.compile(r"\s*(0?\.\d+|1\.0*)\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 # Left to the system and to what grows later: this share of the free memory, at least this much.
 _MARGIN_SHARE = 0.05
@@ -62,6 +63,8 @@ def resolve(budget: Budget, *, everything: int, smallest: int, free: int) -> int
             )
         return min(left, everything)
     if isinstance(budget, str):
+        if match := _SHARE.fullmatch(budget):
+            return _fraction(float(match[1]), budget, everything)
         if match := _PERCENT.fullmatch(budget):
             return _fraction(float(match[1]) / 100, budget, everything)
         return min(_positive(parse_size(budget), budget), everything)

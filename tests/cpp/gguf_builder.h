@@ -156,11 +156,13 @@ class GgufBuilder {
 /// A folder of its own, gone at the end.
 class TempDir {
   public:
-    TempDir() {
-        std::error_code error; // in memory where there is such a folder: the fuzzer writes 100000 files
-        const bool memory = ::access("/dev/shm", W_OK) == 0;
+    /// In memory, if wanted and where there is such a folder: the fuzzer writes 100000 files. Direct reads
+    /// need a disk: the folder of the build.
+    explicit TempDir(bool want_memory = true) {
+        std::error_code error;
+        const bool memory = want_memory && ::access("/dev/shm", W_OK) == 0;
         const std::filesystem::path parent =
-            memory ? "/dev/shm" : std::filesystem::temp_directory_path(error);
+            memory ? std::filesystem::path("/dev/shm") : std::filesystem::current_path(error);
         std::string name = (parent / "spice-test-XXXXXX").string();
         if (mkdtemp(name.data()) == nullptr) std::abort();
         path_ = name;

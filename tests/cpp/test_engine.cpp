@@ -27,7 +27,8 @@ struct Fixture {
 
     /// `slots`: how many experts the pool has room for; 0 makes no pool.
     explicit Fixture(int slots, const std::string &eviction = "", bool direct = false,
-                     const test::GgufBuilder &model = test::good_model()) {
+                     const test::GgufBuilder &model = test::good_model())
+        : dir(!direct) {
         bytes = model.bytes();
         const auto path = dir.write("m.gguf", bytes);
         auto opened =

@@ -71,6 +71,8 @@ def resolved(budget: object, free: int = 0) -> int:
         ("100%", 10 * GIB),
         ("11G", 10 * GIB),  # more than everything
         (2**70, 10 * GIB),
+        ("0.5", 5 * GIB),
+        (".25", 5 * GIB // 2),
     ],
 )
 def test_budgets(budget: object, size: int) -> None:
@@ -95,7 +97,7 @@ def test_auto_with_too_little_names_the_numbers(free: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -1, "0", "0G", "0.2", 0.0, -0.5, 1.5, math.nan, math.inf, "0%", "101%", "big"]
+    "budget", [0, -1, "0", "0G", "0.0", 0.0, -0.5, 1.5, math.nan, math.inf, "0%", "101%", "big"]
 )
 def test_amounts_that_make_no_sense(budget: object) -> None:
     for refuse in (resolved, check, lambda given: SpiceOptions(ram_budget=given)):
