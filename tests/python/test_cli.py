@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -173,7 +174,15 @@ def test_a_reader_that_leaves(model: Path) -> None:
 def start(*args: object) -> subprocess.Popen[str]:
     command = [*RUN, *map(str, args), "-t", "1"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1)
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    watchdog = threading.Timer(60, process.kill)  # a test that fails must not leave it waiting for input
+    watchdog.daemon = True
+    watchdog.start()
+    return process
 
 
 def test_ctrl_c_ends_an_answer_with_the_summary(model: Path) -> None:
