@@ -1,10 +1,10 @@
 #include "backend/expert_buffer.h"
 
 #include "backend/plugin.h"
+#include "store/mapping.h"
 
 #include <cstring>
 #include <string>
-#include <sys/mman.h>
 
 namespace spice {
 
@@ -14,13 +14,7 @@ constexpr char hidden_name[] = "~spice expert"; // no GGUF tensor has a space in
 
 struct Reservation {
     std::shared_ptr<Attachment> attachment;
-    void *base = nullptr;
-    size_t bytes = 0;
-    Reservation(std::shared_ptr<Attachment> owner, void *address, size_t size)
-        : attachment(std::move(owner)), base(address), bytes(size) {}
-    Reservation(const Reservation &) = delete;
-    Reservation &operator=(const Reservation &) = delete;
-    ~Reservation() { munmap(base, bytes); }
+    Mapping addresses;
 };
 
 Reservation &reservation(ggml_backend_buffer_t buffer) {
@@ -33,7 +27,7 @@ void buffer_free(ggml_backend_buffer_t buffer) {
 }
 
 void *buffer_base(ggml_backend_buffer_t buffer) {
-    return reservation(buffer).base;
+    return reservation(buffer).addresses.base();
 }
 
 ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor) {
@@ -86,19 +80,14 @@ bool type_is_host(ggml_backend_buffer_type_t) {
 ggml_backend_buffer_t type_allocate(ggml_backend_buffer_type_t type, size_t bytes) {
     auto &attachment = *static_cast<Attachment *>(type->context);
     if (!attachment.loading()) return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), bytes);
-    const size_t reserved = bytes + 64; // ggml may ask for 0 bytes, and mmap refuses that
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-#ifdef MAP_NORESERVE
-    flags |= MAP_NORESERVE;
-#endif
-    void *base = mmap(nullptr, reserved, PROT_NONE, flags, -1, 0);
-    if (base == MAP_FAILED) {
+    auto context = std::make_unique<Reservation>(
+        Reservation{attachment.shared_from_this(), Mapping(Mapping::Kind::addresses, bytes)});
+    if (!context->addresses) {
         attachment.engine().fail(
-            Status(Code::out_of_memory, "cannot reserve " + std::to_string(reserved) +
+            Status(Code::out_of_memory, "cannot reserve " + std::to_string(bytes) +
                                             " bytes of address space; raise the limit `ulimit -v`"));
         return nullptr;
     }
-    auto context = std::make_unique<Reservation>(attachment.shared_from_this(), base, reserved);
     const abi::BufferTable table = {
         .free = buffer_free,
         .base = buffer_base,

@@ -1,23 +1,14 @@
 #include "backend/host_buffer.h"
 
 #include "backend/plugin.h"
+#include "store/mapping.h"
 
 #include <cstring>
 #include <memory>
-#include <sys/mman.h>
 
 namespace spice {
 
 namespace {
-
-struct Mapping {
-    void *base = nullptr;
-    size_t bytes = 0;
-    Mapping(void *address, size_t size) : base(address), bytes(size) {}
-    Mapping(const Mapping &) = delete;
-    Mapping &operator=(const Mapping &) = delete;
-    ~Mapping() { munmap(base, bytes); }
-};
 
 Mapping &mapping(ggml_backend_buffer_t buffer) {
     return *static_cast<Mapping *>(buffer->context);
@@ -27,7 +18,7 @@ void buffer_free(ggml_backend_buffer_t buffer) {
     const std::unique_ptr<Mapping> gone(&mapping(buffer));
 }
 void *buffer_base(ggml_backend_buffer_t buffer) {
-    return mapping(buffer).base;
+    return mapping(buffer).base();
 }
 
 std::byte *bytes_of(const ggml_tensor *tensor, size_t offset) {
@@ -43,7 +34,7 @@ void buffer_read(ggml_backend_buffer_t, const ggml_tensor *tensor, void *to, siz
     std::memcpy(to, bytes_of(tensor, offset), bytes);
 }
 void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    std::memset(mapping(buffer).base, value, buffer->bytes);
+    std::memset(mapping(buffer).base(), value, buffer->bytes);
 }
 
 const char *type_name(ggml_backend_buffer_type_t) {
@@ -57,13 +48,8 @@ bool type_is_host(ggml_backend_buffer_type_t) {
 }
 
 ggml_backend_buffer_t type_allocate(ggml_backend_buffer_type_t type, size_t bytes) {
-    const size_t mapped = bytes + 64; // ggml may ask for 0 bytes, and mmap refuses that
-    void *base = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (base == MAP_FAILED) return nullptr;
-#ifdef MADV_HUGEPAGE
-    (void)madvise(base, mapped, MADV_HUGEPAGE); // only advice
-#endif
-    auto context = std::make_unique<Mapping>(base, mapped);
+    auto context = std::make_unique<Mapping>(Mapping::Kind::memory, bytes);
+    if (!*context) return nullptr;
     const abi::BufferTable table = {
         .free = buffer_free,
         .base = buffer_base,

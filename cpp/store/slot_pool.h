@@ -8,6 +8,7 @@
 // Errors: out_of_memory.
 #pragma once
 
+#include "store/mapping.h"
 #include "store/status.h"
 
 #include <cstddef>
@@ -19,11 +20,6 @@ namespace spice {
 
 class SlotPool {
   public:
-    SlotPool() = default;
-    SlotPool(SlotPool &&other) noexcept;
-    SlotPool &operator=(SlotPool &&other) noexcept;
-    ~SlotPool();
-
     /// Reserves address space for `n_slots` slots of `slot_bytes` bytes, a multiple of `alignment` apart
     /// (a power of two from 64 to the page size).
     [[nodiscard]] static Result<SlotPool> make(uint64_t slot_bytes, int32_t n_slots, uint64_t alignment);
@@ -31,18 +27,17 @@ class SlotPool {
     [[nodiscard]] std::optional<int32_t> take(); ///< a free slot, the lowest at first; nothing when full
     void release(int32_t slot);
 
-    [[nodiscard]] std::byte *base() const { return base_; }
+    [[nodiscard]] std::byte *base() const { return memory_.base(); }
     [[nodiscard]] std::byte *data(int32_t slot) const {
-        return base_ + static_cast<uint64_t>(slot) * stride_;
+        return base() + static_cast<uint64_t>(slot) * stride_;
     }
     [[nodiscard]] uint64_t stride() const { return stride_; } ///< bytes from one slot to the next
     [[nodiscard]] int32_t n_slots() const { return n_slots_; }
     [[nodiscard]] int32_t n_free() const { return static_cast<int32_t>(free_.size()); }
 
   private:
-    std::byte *base_ = nullptr;
+    Mapping memory_;
     uint64_t stride_ = 0;
-    uint64_t mapped_ = 0;
     int32_t n_slots_ = 0;
     std::vector<int32_t> free_; ///< a stack
 };
