@@ -37,6 +37,24 @@ ggml_tensor *custom_node(ggml_context *context, ggml_custom_op_t fun, void *job)
     return node;
 }
 
+/// MatmulJob::arrived for a part; the context is the LayerCall.
+template <size_t part>
+bool part_arrived(void *layer, int32_t expert) {
+    return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(expert), part);
+}
+
+/// The slot tensor as the weights of a MUL_MAT_ID in place of `original`, whose ids are slot numbers then.
+ggml_tensor *slot_weights(ggml_context *context, const ggml_tensor *original, const ExpertTensor &weights) {
+    const SlotTensor slots = weights.engine->slot_tensor(weights);
+    ggml_tensor *source =
+        ggml_new_tensor_3d(context, original->type, original->ne[0], original->ne[1], slots.n_slots);
+    source->nb[1] = original->nb[1];
+    source->nb[2] = slots.stride;
+    source->nb[3] = slots.stride * static_cast<size_t>(slots.n_slots);
+    source->data = slots.base + original->view_offs;
+    return source;
+}
+
 /// Copies rows between a tensor and a dense buffer, on every thread.
 struct RowCopies {
     struct Copy {
@@ -237,22 +255,8 @@ void BlockGraph::add_direct(ggml_tensor *node, const ExpertTensor &weights, Rout
                 : call.packed->packed + static_cast<size_t>(row.t * x->ne[1] + row.i % x->ne[1]) * row_bytes;
         job.pairs.push_back({packed, at<float>(node, row.i, row.t)});
     }
-    struct Arrival {
-        static bool gate(void *layer, int32_t e) {
-            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 0);
-        }
-        static bool second(void *layer, int32_t e) {
-            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 1);
-        }
-        static bool third(void *layer, int32_t e) {
-            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 2);
-        }
-        static bool fourth(void *layer, int32_t e) {
-            return static_cast<LayerCall *>(layer)->wait(static_cast<size_t>(e), 3);
-        }
-    };
-    constexpr std::array<bool (*)(void *, int32_t), max_parts> arrived = {Arrival::gate, Arrival::second,
-                                                                          Arrival::third, Arrival::fourth};
+    constexpr std::array<bool (*)(void *, int32_t), max_parts> arrived = {part_arrived<0>, part_arrived<1>,
+                                                                          part_arrived<2>, part_arrived<3>};
     if (!call.layer.all_ready(weights.part)) {
         job.arrived = arrived[weights.part];
         job.context = &call.layer;
@@ -275,19 +279,10 @@ void BlockGraph::add_batched(ggml_tensor *node, const ExpertTensor &weights, Rou
             }
         }
     }
-    const ggml_tensor *original = node->src[0];
-    const SlotTensor slots = weights.engine->slot_tensor(weights);
-    ggml_tensor *source =
-        ggml_new_tensor_3d(context_.get(), original->type, original->ne[0], original->ne[1], slots.n_slots);
-    source->nb[1] = original->nb[1];
-    source->nb[2] = slots.stride;
-    source->nb[3] = slots.stride * static_cast<size_t>(slots.n_slots);
-    source->data = slots.base + original->view_offs;
-
     // A copy: llama.cpp uses its graph again for the next token.
     ggml_tensor *rewritten = ggml_new_tensor(context_.get(), node->type, GGML_MAX_DIMS, node->ne);
     *rewritten = *node;
-    rewritten->src[0] = source;
+    rewritten->src[0] = slot_weights(context_.get(), node->src[0], weights);
     rewritten->src[2] = call.slot_ids;
     ggml_graph_add_node(pending_, rewritten);
 }
@@ -337,12 +332,7 @@ ggml_status BlockGraph::run_wave(ggml_tensor *node, const ExpertTensor &weights,
                    .mem_buffer = nullptr,
                    .no_alloc = true}));
     if (context == nullptr) throw std::bad_alloc();
-    const SlotTensor pool = weights.engine->slot_tensor(weights);
-    ggml_tensor *source = ggml_new_tensor_3d(context.get(), w->type, w->ne[0], w->ne[1], pool.n_slots);
-    source->nb[1] = w->nb[1];
-    source->nb[2] = pool.stride;
-    source->nb[3] = pool.stride * static_cast<size_t>(pool.n_slots);
-    source->data = pool.base + w->view_offs;
+    ggml_tensor *source = slot_weights(context.get(), w, weights);
     ggml_tensor *x = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, w->ne[0], 1, n_rows);
     x->data = in;
     ggml_tensor *ids = ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, 1, n_rows);

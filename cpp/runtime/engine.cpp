@@ -29,11 +29,12 @@ int use_order(Projection projection) {
 
 } // namespace
 
-void Arrivals::note(const Status &status) noexcept {
-    if (!status.ok()) {
-        const std::lock_guard lock(mutex_);
-        error_ = status;
-    }
+void Arrivals::keep(const Status &error) noexcept {
+    const std::lock_guard lock(mutex_);
+    error_ = error;
+}
+
+void Arrivals::note() noexcept {
     count_.fetch_add(1, std::memory_order_release);
     count_.notify_all();
 }

@@ -91,7 +91,7 @@ LayerCall::~LayerCall() {
             if (failed && slab(i).pins == 0) engine_->evict(cls, {group_->number, experts_[i]});
         }
     }
-    engine_->arrivals_.note({}); // another call may wait for a slot
+    engine_->arrivals_.note(); // another call may wait for a slot
 }
 
 void LayerCall::pin(size_t index) {

@@ -19,8 +19,9 @@ enum class PartState : uint32_t { absent, loading, ready, failed };
 /// Told of every arrival, so that a compute thread can wait for whichever comes first.
 class Arrivals {
   public:
-    /// Keeps the latest error until taken.
-    void note(const Status &status) noexcept;
+    /// Keeps the latest error until taken. Call it before the failure can be seen, then note().
+    void keep(const Status &error) noexcept;
+    void note() noexcept;
     [[nodiscard]] uint32_t count() const { return count_.load(std::memory_order_acquire); }
     void wait_past(uint32_t seen) const { count_.wait(seen, std::memory_order_acquire); }
     [[nodiscard]] Status take_error();
@@ -50,9 +51,10 @@ class Part final : public Completion {
     }
     void done(const Status &status) noexcept override {
         Arrivals &arrivals = *arrivals_; // after the store, the Part may be started again by another thread
+        if (!status.ok()) arrivals.keep(status);
         state_.store(status.ok() ? PartState::ready : PartState::failed, std::memory_order_release);
         state_.notify_all();
-        arrivals.note(status);
+        arrivals.note();
     }
 
   private:

@@ -70,6 +70,7 @@ class Attachment:
         self.mlock: bool = bool(arguments.get("use_mlock", False))
         self._lora = arguments.get("lora_path") is not None
         self._kv_overrides: dict[str, Any] | None = arguments.get("kv_overrides")
+        self._pool_bytes: int | None = None  # "auto" is not known before the rest is loaded
         core = open_core(path, options, self._kv_overrides)
         try:
             self._summary = core.summary()
@@ -96,7 +97,6 @@ class Attachment:
         if self.mode == "plain":
             core.close()
         self.core: _core.Model | None = core if self.mode == "spice" else None
-        self._pool_bytes: int | None = None  # "auto" is not known before the rest is loaded
         total = self._summary["other_bytes"] + self._summary["expert_bytes"]
         spared = self._summary["expert_bytes"] if self.mode == "spice" else 0
         self.monitor = LoadMonitor(
