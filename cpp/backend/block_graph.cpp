@@ -151,7 +151,19 @@ bool BlockGraph::is_pending(const ggml_tensor *tensor) const {
     return false;
 }
 
-ggml_status BlockGraph::find_call(const ggml_tensor *ids, const ExpertTensor &weights, RoutedCall **out) {
+/// What the router read, as far as the graph shows it: nearly always what the first projection multiplies.
+RouterInput BlockGraph::router_input(const ggml_tensor *node) const {
+    const ggml_tensor *x = node->src[1];
+    RouterInput input{.n_tokens = node->src[2]->ne[1]};
+    if (x->ne[1] != 1 || x->nb[0] != sizeof(float) || is_pending(x)) return input; // scaled for each expert
+    input.data = static_cast<const std::byte *>(x->data);
+    input.stride = static_cast<int64_t>(x->nb[2]);
+    input.n_embd = x->ne[0];
+    return input;
+}
+
+ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &weights, RoutedCall **out) {
+    const ggml_tensor *ids = node->src[2];
     for (RoutedCall &call : calls_) {
         if (call.ids == ids && call.group == weights.group) {
             *out = &call;
@@ -176,6 +188,7 @@ ggml_status BlockGraph::find_call(const ggml_tensor *ids, const ExpertTensor &we
     if (Status status = call.layer.begin(*weights.engine, weights.group, routed); !status.ok()) {
         return fail(std::move(status));
     }
+    weights.engine->routed(weights.group, router_input(node), routed);
     call.sort_rows(routed, ids->ne[0], weights.info->n_expert);
     *out = &call;
     return GGML_STATUS_SUCCESS;
@@ -191,7 +204,7 @@ ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weight
                    weights.info->name + ": used in a way that SPICE does not know; set enabled=False"));
     }
     RoutedCall *call = nullptr;
-    if (const ggml_status status = find_call(node->src[2], weights, &call); status != GGML_STATUS_SUCCESS) {
+    if (const ggml_status status = find_call(node, weights, &call); status != GGML_STATUS_SUCCESS) {
         return status;
     }
     if (!call->layer.streaming() && call->most_rows < compute::batched_rows()) {

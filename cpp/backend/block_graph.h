@@ -32,8 +32,9 @@ class BlockGraph {
 
   private:
     [[nodiscard]] ggml_status add_matmul(ggml_tensor *node, const ExpertTensor &weights);
-    [[nodiscard]] ggml_status find_call(const ggml_tensor *ids, const ExpertTensor &weights,
+    [[nodiscard]] ggml_status find_call(const ggml_tensor *node, const ExpertTensor &weights,
                                         RoutedCall **out);
+    [[nodiscard]] RouterInput router_input(const ggml_tensor *node) const;
     void add_direct(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     void add_batched(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     [[nodiscard]] ggml_status run_waves(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);

@@ -5,9 +5,11 @@
 #include "backend/plugin.h"
 #include "runtime/engine.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -151,6 +153,23 @@ py::dict stats(const Model &m) {
     return out;
 }
 
+/// [(layer, hidden [tokens, n_embd] or None, ids [tokens, top_k])], in the order of the layer calls.
+py::list take_capture(const Model &m) {
+    Result<std::vector<CapturedCall>> calls = m.engine().capture().take();
+    raise_if(calls.status());
+    py::list out;
+    for (const CapturedCall &call : calls.value()) {
+        py::object hidden = py::none();
+        if (call.n_embd > 0) {
+            hidden = py::array_t<float>({call.n_tokens, call.n_embd}, call.hidden.data());
+        }
+        const auto top_k = static_cast<int64_t>(call.ids.size()) / std::max<int64_t>(call.n_tokens, 1);
+        out.append(py::make_tuple(call.layer, hidden,
+                                  py::array_t<int32_t>({call.n_tokens, top_k}, call.ids.data())));
+    }
+    return out;
+}
+
 /// `with AbortGuard() as guard:` around a load; guard.message afterwards.
 class ScopedAbortGuard {
   public:
@@ -188,6 +207,12 @@ PYBIND11_MODULE(_core, m) {
         .def("summary", &summary)
         .def("stats", &stats)
         .def("reset_stats", [](const Model &model) { model.engine().reset_counters(); })
+        .def(
+            "start_capture",
+            [](const Model &model, uint64_t limit) { model.engine().capture().start(limit); },
+            py::arg("limit") = uint64_t{2} << 30)
+        .def("stop_capture", [](const Model &model) { model.engine().capture().stop(); })
+        .def("take_capture", &take_capture)
         .def("buffer_type",
              [](const Model &model) { return reinterpret_cast<uintptr_t>(model.attachment().buffer_type()); })
         .def_static("host_buffer_type", [] { return reinterpret_cast<uintptr_t>(host_buffer_type()); })

@@ -249,6 +249,11 @@ Status Engine::read_back(const ExpertTensor &tensor, uint64_t offset, std::span<
     return reader_->read(info.file, info.offset + offset, to);
 }
 
+void Engine::routed(int32_t group_id, const RouterInput &input, std::span<const int32_t> ids) {
+    const Group &group = groups_[static_cast<size_t>(group_id)];
+    if (group.bank == Bank::routed) capture_.add(group.layer, input, ids);
+}
+
 void Engine::count_graph(const GraphCount &graph) {
     const std::lock_guard lock(mutex_);
     counters_.graph_calls += 1;

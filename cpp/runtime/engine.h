@@ -12,6 +12,7 @@
 #pragma once
 
 #include "policy/eviction.h"
+#include "runtime/capture.h"
 #include "runtime/slab.h"
 #include "runtime/stall_clock.h"
 #include "store/expert_index.h"
@@ -113,6 +114,13 @@ class Engine {
     /// Bytes of an expert tensor straight from the file, for the rare caller that reads a weight back.
     [[nodiscard]] Status read_back(const ExpertTensor &tensor, uint64_t offset, std::span<std::byte> to);
 
+    /// For fitting: what routed() was told, of every context.
+    [[nodiscard]] Capture &capture() { return capture_; }
+
+    /// Tells of a layer call, after its begin(): the experts of each row, [n_tokens][top_k], and from which
+    /// hidden states the router chose them.
+    void routed(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
+
     struct GraphCount {
         uint64_t matmul_nodes = 0, delegated_nodes = 0, waves = 0, rows_direct = 0, rows_batched = 0;
     };
@@ -164,6 +172,7 @@ class Engine {
     std::unordered_map<std::string_view, std::unique_ptr<ExpertTensor>> tensors_;
     Arrivals arrivals_;
     StallClock stalls_;
+    Capture capture_;
 
     mutable std::mutex mutex_; ///< guards slabs' slots and pins, pools, strategies, counters
     std::vector<Group> groups_;
