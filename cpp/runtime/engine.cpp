@@ -201,14 +201,14 @@ SlotTensor Engine::slot_tensor(const ExpertTensor &tensor) const {
     return {part_data(group, tensor.part, 0), pool.stride(), pool.n_slots()};
 }
 
-bool Engine::give_slot(Group &group, int32_t expert) {
+bool Engine::give_slot(Group &group, int32_t expert, policy::Evictable may_leave) {
     SizeClass &cls = classes_[static_cast<size_t>(group.size_class)];
     std::optional<int32_t> slot = cls.pool.take();
     if (!slot) {
         const auto evictable = [&](policy::SlabId id) {
             const Group &owner = groups_[static_cast<size_t>(cls.groups[static_cast<size_t>(id.group)])];
             const Slab &slab = owner.slabs[static_cast<size_t>(id.expert)];
-            return slab.pins == 0 && !slab.busy(owner.parts.size());
+            return slab.pins == 0 && !slab.busy(owner.parts.size()) && may_leave(id);
         };
         const std::optional<policy::SlabId> victim = cls.eviction->victim(evictable);
         if (!victim) return false;
@@ -225,8 +225,46 @@ void Engine::evict(SizeClass &cls, policy::SlabId id) {
     Group &group = groups_[static_cast<size_t>(cls.groups[static_cast<size_t>(id.group)])];
     Slab &slab = group.slabs[static_cast<size_t>(id.expert)];
     for (Part &part : slab.parts) part.set(PartState::absent);
+    if (std::exchange(slab.ahead, false)) {
+        counters_.prefetch_wasted += 1;
+        for (const ExpertTensor *part : group.parts) counters_.wasted_bytes += part->info->stride;
+    }
     cls.pool.release(std::exchange(slab.slot, -1));
     cls.eviction->on_evict(id);
+}
+
+bool Engine::prefetch(Group &group, int32_t expert, policy::Evictable may_leave) {
+    Slab &slab = group.slabs[static_cast<size_t>(expert)];
+    if (slab.slot >= 0 || !give_slot(group, expert, may_leave)) return false;
+    slab.ahead = true;
+    counters_.prefetched += 1;
+    for (size_t part = 0; part < group.parts.size(); ++part) {
+        request(group, expert, part, Priority::prefetch);
+    }
+    return true;
+}
+
+bool Engine::withdraw(Group &group, int32_t expert) {
+    Slab &slab = group.slabs[static_cast<size_t>(expert)];
+    if (!slab.ahead || slab.pins > 0) return false;
+    std::array<const Completion *, max_parts> parts = {};
+    const size_t n_parts = group.parts.size();
+    for (size_t part = 0; part < n_parts; ++part) parts[part] = &slab.parts[part];
+    if (!reader_->withdraw(std::span(parts).first(n_parts))) return false;
+    slab.ahead = false; // nothing was read for it
+    counters_.prefetch_dropped += 1;
+    evict(classes_[static_cast<size_t>(group.size_class)], {group.number, expert});
+    return true;
+}
+
+void Engine::used(const Group &group, Slab &slab) {
+    if (!std::exchange(slab.ahead, false)) return;
+    if (slab.complete(group.parts.size())) {
+        counters_.prefetch_ready += 1;
+        return;
+    }
+    counters_.prefetch_late += 1;
+    for (size_t part = 0; part < group.parts.size(); ++part) reader_->promote(slab.parts[part]);
 }
 
 void Engine::request(Group &group, int32_t expert, size_t part, Priority priority) {

@@ -62,6 +62,12 @@ struct Counters {
     uint64_t experts_missed = 0;
     uint64_t slabs_read = 0;
     uint64_t evictions = 0;
+    uint64_t prefetched = 0;       ///< slabs queued ahead of need
+    uint64_t prefetch_ready = 0;   ///< of these, complete when a layer needed them
+    uint64_t prefetch_late = 0;    ///< of these, still on their way then
+    uint64_t prefetch_dropped = 0; ///< of these, withdrawn before they were read
+    uint64_t prefetch_wasted = 0;  ///< of these, evicted without having been needed
+    uint64_t wasted_bytes = 0;
     uint64_t failures = 0;
     double stall_seconds = 0.0;
     ReaderCounters reader;
@@ -160,8 +166,16 @@ class Engine {
     void plan_pool(int64_t expert_used);
 
     // Under the lock:
-    [[nodiscard]] bool give_slot(Group &group,
-                                 int32_t expert); ///< evicts if it must; false: nothing to evict
+    /// Evicts if it must, only what `may_leave` allows; false: nothing to evict.
+    [[nodiscard]] bool give_slot(Group &group, int32_t expert, policy::Evictable may_leave);
+    [[nodiscard]] bool give_slot(Group &group, int32_t expert) {
+        return give_slot(group, expert, [](policy::SlabId) { return true; });
+    }
+    /// Queues the slab's reads behind all demand reads. False: it is there, or nothing may leave for it.
+    bool prefetch(Group &group, int32_t expert, policy::Evictable may_leave);
+    /// Takes back a prefetch none of whose reads has begun.
+    bool withdraw(Group &group, int32_t expert);
+    void used(const Group &group, Slab &slab); ///< a layer call needs it: was it prefetched in time?
     void evict(SizeClass &cls, policy::SlabId id);
     void request(Group &group, int32_t expert, size_t part, Priority priority);
     [[nodiscard]] std::byte *part_data(const Group &group, size_t part, int32_t slot) const;

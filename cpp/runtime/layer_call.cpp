@@ -51,7 +51,9 @@ Status LayerCall::begin(Engine &engine, int32_t group_id, std::span<const int32_
 
     // What is there is pinned first, so that making room for the rest does not evict it.
     for (size_t i = 0; i < experts_.size(); ++i) {
-        if (slab(i).slot >= 0) pin(i);
+        if (slab(i).slot < 0) continue;
+        pin(i);
+        engine.used(group, slab(i));
     }
     for (size_t i = n_complete; i < experts_.size() && !streaming_; ++i) {
         if (slab(i).slot >= 0) continue;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <future>
@@ -86,6 +87,7 @@ void SlabReader::submit(const ReadRequest &request, Priority priority) {
     {
         const std::lock_guard lock(mutex_);
         (priority == Priority::demand ? demand_ : prefetch_).push_back(request);
+        waiting_ += request.to.size();
     }
     has_work_.notify_one();
 }
@@ -104,31 +106,81 @@ Status SlabReader::read(uint32_t file, uint64_t offset, std::span<std::byte> to)
     return status;
 }
 
+bool SlabReader::promote(const Completion &completion) {
+    {
+        const std::lock_guard lock(mutex_);
+        const auto it = std::ranges::find(prefetch_, &completion, &ReadRequest::completion);
+        if (it == prefetch_.end()) return false;
+        demand_.push_back(*it);
+        prefetch_.erase(it);
+    }
+    has_work_.notify_one();
+    return true;
+}
+
+bool SlabReader::withdraw(std::span<const Completion *const> completions) {
+    const std::lock_guard lock(mutex_);
+    const auto named = [&](const ReadRequest &request) {
+        return std::ranges::find(completions, request.completion) != completions.end();
+    };
+    if (static_cast<size_t>(std::ranges::count_if(prefetch_, named)) != completions.size()) return false;
+    for (const ReadRequest &request : prefetch_) waiting_ -= named(request) ? request.to.size() : 0;
+    std::erase_if(prefetch_, named);
+    return true;
+}
+
+/// The queue that the next read comes from, or nullptr when none may start.
+std::deque<ReadRequest> *SlabReader::next_queue() {
+    if (in_flight_ >= tuner_.depth()) return nullptr;
+    if (!demand_.empty()) return &demand_;
+    return !prefetch_.empty() && prefetches_ < options_.prefetch_in_flight ? &prefetch_ : nullptr;
+}
+
 void SlabReader::work() {
     Bounce bounce;
     std::unique_lock lock(mutex_);
     for (;;) {
-        has_work_.wait(lock, [&] {
-            return stop_ || (in_flight_ < tuner_.depth() && (!demand_.empty() || !prefetch_.empty()));
-        });
+        std::deque<ReadRequest> *queue = nullptr;
+        has_work_.wait(lock, [&] { return stop_ || (queue = next_queue()) != nullptr; });
         if (stop_) return;
-        std::deque<ReadRequest> &queue = demand_.empty() ? prefetch_ : demand_;
-        const ReadRequest request = queue.front();
-        queue.pop_front();
-        if (in_flight_++ == 0) busy_since_ = now();
+        const ReadRequest request = queue->front();
+        const bool prefetch = queue == &prefetch_;
+        queue->pop_front();
+        prefetches_ += prefetch ? 1 : 0;
+        if (in_flight_++ == 0) {
+            busy_since_ = now();
+            measured_until_ = busy_since_;
+        }
         lock.unlock();
         const Status status = serve(request, bounce);
         lock.lock();
-        const double ended = now();
-        if (--in_flight_ == 0) counters_.busy_seconds += ended - busy_since_;
-        if (status.ok()) counters_.bytes += request.to.size();
-        const int32_t depth = tuner_.depth();
-        tuner_.ended(request.to.size(), ended, !demand_.empty());
-        if (tuner_.depth() > depth) has_work_.notify_all(); // threads that the old depth held back
+        account(request, prefetch, status);
         lock.unlock();
         request.completion->done(status);
         lock.lock();
     }
+}
+
+/// Counts a read that ended. Under the lock.
+void SlabReader::account(const ReadRequest &request, bool prefetch, const Status &status) {
+    const double ended = now();
+    prefetches_ -= prefetch ? 1 : 0;
+    waiting_ -= request.to.size();
+    if (--in_flight_ == 0) counters_.busy_seconds += ended - busy_since_;
+    const auto bytes = static_cast<double>(request.to.size());
+    if (status.ok()) {
+        counters_.bytes += request.to.size();
+        counters_.prefetched += prefetch ? request.to.size() : 0;
+        constexpr double memory = 256.0 * (1 << 20); // bytes after which a measurement has lost 63 % of its weight
+        const double keep = std::exp(-bytes / memory);
+        window_bytes_ = window_bytes_ * keep + bytes;
+        window_seconds_ = window_seconds_ * keep + (ended - measured_until_);
+    }
+    measured_until_ = ended;
+    const int32_t depth = tuner_.depth();
+    tuner_.ended(request.to.size(), ended, !demand_.empty());
+    // Threads that the old depth or another prefetch held back.
+    if (tuner_.depth() > depth || (prefetch && !prefetch_.empty())) has_work_.notify_all();
 }
 
 Status SlabReader::serve(const ReadRequest &request, Bounce &bounce) {
@@ -193,6 +245,16 @@ Status SlabReader::failure(uint32_t file, uint64_t offset, size_t bytes, int err
 int32_t SlabReader::depth() const {
     const std::lock_guard lock(mutex_);
     return tuner_.depth();
+}
+
+double SlabReader::bandwidth() const {
+    const std::lock_guard lock(mutex_);
+    return window_seconds_ > 0.0 ? window_bytes_ / window_seconds_ : 0.0;
+}
+
+uint64_t SlabReader::bytes_waiting() const {
+    const std::lock_guard lock(mutex_);
+    return waiting_;
 }
 
 ReaderCounters SlabReader::counters() const {

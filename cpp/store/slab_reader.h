@@ -1,12 +1,17 @@
 // Asynchronous reads of expert bytes: two queues, demand before prefetch, served by a few blocking threads.
 //
+// A prefetch that has begun is not interrupted, so only `prefetch_in_flight` of them run at once: a demand read
+// shares the disk with those at most. One that waits can be withdrawn or, when a layer turns out to need it,
+// made a demand read.
+//
 // With direct files a read covers whole aligned units, so it also writes up to alignment()-1 bytes before and
 // after its destination: the caller leaves that room. A destination whose address does not agree with the
 // file offset modulo alignment() is read into a buffer and copied. Buffered files are dropped from the page
 // cache behind the read: the slot is the cache.
 //
 // Thread: submit() from any thread, does not block. Completion::done runs on an I/O thread, must not block,
-// and is called exactly once for each request, also when the reader is destroyed first (with an error).
+// and is called exactly once for each request, also when the reader is destroyed first (with an error), but
+// not for a request that was withdrawn.
 // Errors (through done): io (the kernel's, with file and offset), truncated (the file ends before the range
 // does: it was cut or replaced since it was opened). After an error the destination's bytes are undefined.
 #pragma once
@@ -47,6 +52,7 @@ struct ReadRequest {
 
 struct ReaderCounters {
     uint64_t bytes = 0;        ///< asked for and delivered
+    uint64_t prefetched = 0;   ///< of these, read as prefetches
     uint64_t reads = 0;        ///< system calls
     double busy_seconds = 0.0; ///< wall time with at least one read in flight
 };
@@ -55,6 +61,7 @@ class SlabReader {
   public:
     struct Options {
         int32_t n_threads = 0;             ///< reads in flight; 0 tries a few numbers and keeps the best
+        int32_t prefetch_in_flight = 1;    ///< of these, prefetches at most
         bool direct = true;                ///< try O_DIRECT
         size_t max_read = size_t{4} << 20; ///< bytes per system call
         std::shared_ptr<FileOps> ops;      ///< null: the real ones
@@ -68,12 +75,19 @@ class SlabReader {
     SlabReader &operator=(const SlabReader &) = delete;
 
     void submit(const ReadRequest &request, Priority priority);
+    /// Makes a waiting prefetch a demand read, the last of its queue; false when it does not wait (any more).
+    bool promote(const Completion &completion);
+    /// Forgets waiting prefetches, if all of them wait; false when one was begun or is done.
+    [[nodiscard]] bool withdraw(std::span<const Completion *const> completions);
     /// Reads now and waits, for the rare caller without a slot.
     [[nodiscard]] Status read(uint32_t file, uint64_t offset, std::span<std::byte> to);
 
     [[nodiscard]] uint32_t alignment() const { return alignment_; } ///< 1 when all files are buffered
     [[nodiscard]] bool direct() const { return direct_; } ///< every file is read past the page cache
     [[nodiscard]] int32_t depth() const;                  ///< reads in flight at most, now
+    /// Bytes per second of the last reads, while at least one was in flight; 0 before the first.
+    [[nodiscard]] double bandwidth() const;
+    [[nodiscard]] uint64_t bytes_waiting() const; ///< of requests that are not done
     [[nodiscard]] ReaderCounters counters() const;
     void reset_counters();
 
@@ -82,6 +96,8 @@ class SlabReader {
 
     SlabReader() = default;
     void work();
+    [[nodiscard]] std::deque<ReadRequest> *next_queue();
+    void account(const ReadRequest &request, bool prefetch, const Status &status);
     [[nodiscard]] Status serve(const ReadRequest &request, Bounce &bounce);
     [[nodiscard]] Status read_range(const OpenFile &file, uint32_t index, std::byte *to, uint64_t offset,
                                     size_t wanted, size_t room);
@@ -99,7 +115,12 @@ class SlabReader {
     std::deque<ReadRequest> prefetch_;
     DepthTuner tuner_;
     int32_t in_flight_ = 0;
+    int32_t prefetches_ = 0; ///< of these
+    uint64_t waiting_ = 0;
     double busy_since_ = 0.0;
+    double window_seconds_ = 0.0; ///< decayed, of busy time: what bandwidth() is measured over
+    double window_bytes_ = 0.0;
+    double measured_until_ = 0.0;
     ReaderCounters counters_;
     bool stop_ = false;
     std::vector<std::thread> threads_;

@@ -16,6 +16,7 @@ class FaultyOps final : public spice::FileOps {
     /// Called for each read with its number from 0 and the bytes asked for; returns what to do instead:
     /// nullopt reads, a negative value is -errno, 0 is the end of the file, n > 0 reads at most n bytes.
     std::function<std::optional<ssize_t>(int number, size_t bytes)> plan;
+    std::function<void()> after; ///< called when a read has ended
     bool allow_direct = true;
     std::atomic<int> reads{0};
     std::atomic<int> forgotten{0};
@@ -31,7 +32,9 @@ class FaultyOps final : public spice::FileOps {
             if (plan) instead = plan(number, bytes);
         }
         if (instead && *instead <= 0) return *instead;
-        return FileOps::read_at(file, to, instead ? static_cast<size_t>(*instead) : bytes, offset);
+        const ssize_t n = FileOps::read_at(file, to, instead ? static_cast<size_t>(*instead) : bytes, offset);
+        if (after) after();
+        return n;
     }
     void forget(const spice::OpenFile &file, uint64_t offset, uint64_t bytes) override {
         ++forgotten;

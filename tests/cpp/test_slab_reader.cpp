@@ -179,6 +179,84 @@ TEST(demand_goes_first) {
     CHECK(order == (std::vector<size_t>{1, 10, 11, 20, 21}));
 }
 
+TEST(waiting_prefetches_can_be_promoted_and_withdrawn) {
+    const DiskFile file(pattern());
+    std::mutex gate;
+    gate.lock();
+    const Fixture f(file.path, {.n_threads = 1, .direct = false, .ops = nullptr});
+    std::vector<size_t> order;
+    f.ops->plan = [&](int number, size_t bytes) -> std::optional<ssize_t> {
+        if (number == 0) {
+            const std::lock_guard wait(gate);
+        }
+        order.push_back(bytes);
+        return std::nullopt;
+    };
+    std::vector<Waiter> waiters(4);
+    for (Waiter &waiter : waiters) waiter.open = 1;
+    std::vector<std::byte> to(5000);
+    f.reader->submit({0, 0, std::span(to).first(1), &waiters[0]}, Priority::prefetch); // holds the thread
+    while (f.ops->reads == 0) usleep(1000);
+    for (size_t i = 1; i < 4; ++i) {
+        f.reader->submit({0, 0, std::span(to).subspan(100 * i, 10 * i), &waiters[i]}, Priority::prefetch);
+    }
+    CHECK_EQ(f.reader->bytes_waiting(), 61u);
+    const auto withdraw = [&](std::vector<const spice::Completion *> which) { return f.reader->withdraw(which); };
+    CHECK(!withdraw({&waiters[0], &waiters[1]})); // the first was begun: all or nothing
+    CHECK(withdraw({&waiters[1]}));
+    CHECK(!withdraw({&waiters[1]}));
+    CHECK(f.reader->promote(waiters[3]));
+    CHECK(!f.reader->promote(waiters[3]));
+    CHECK(!withdraw({&waiters[3]})); // a demand read now
+    CHECK_EQ(f.reader->bytes_waiting(), 51u);
+    gate.unlock();
+    for (const size_t i : {0u, 2u, 3u}) waiters[i].wait();
+    CHECK(order == (std::vector<size_t>{1, 30, 20}));
+    CHECK_EQ(waiters[1].open, 1); // never told
+    CHECK_EQ(f.reader->counters().bytes, 51u);
+    CHECK_EQ(f.reader->counters().prefetched, 21u);
+    CHECK_EQ(f.reader->bytes_waiting(), 0u);
+}
+
+TEST(few_prefetches_run_at_once) {
+    const DiskFile file(pattern());
+    const Fixture f(file.path, {.n_threads = 8, .prefetch_in_flight = 2, .direct = false, .ops = nullptr});
+    std::atomic<int> running{0};
+    std::atomic<int> most{0};
+    f.ops->after = [&] { --running; };
+    f.ops->plan = [&](int, size_t) -> std::optional<ssize_t> {
+        const int now = ++running;
+        most = std::max(most.load(), now);
+        return std::nullopt;
+    };
+    Waiter waiter;
+    waiter.open = 50;
+    std::vector<std::byte> to(5000);
+    for (size_t i = 0; i < 50; ++i) {
+        f.reader->submit({0, 0, std::span(to).subspan(100 * i, 10), &waiter}, Priority::prefetch);
+    }
+    waiter.wait();
+    CHECK(most >= 1);
+    CHECK(most <= 2);
+}
+
+TEST(bandwidth_is_that_of_busy_time) {
+    const DiskFile file(pattern());
+    const Fixture f(file.path, {.n_threads = 1, .direct = false, .ops = nullptr});
+    CHECK_EQ(f.reader->bandwidth(), 0.0);
+    std::vector<std::byte> to(100'000);
+    CHECK(f.reader->read(0, 0, to).ok());
+    const double first = f.reader->bandwidth();
+    CHECK(first > 0.0);
+    f.ops->plan = [](int, size_t) -> std::optional<ssize_t> {
+        usleep(50'000);
+        return std::nullopt;
+    };
+    for (int i = 0; i < 5; ++i) CHECK(f.reader->read(0, 0, to).ok());
+    CHECK(f.reader->bandwidth() < 2 * 100'000 / 0.05);
+    CHECK(f.reader->bandwidth() < first);
+}
+
 TEST(closing_answers_what_is_queued) {
     const DiskFile file(pattern());
     Waiter waiter;
