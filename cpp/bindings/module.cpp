@@ -3,6 +3,7 @@
 #include "backend/expert_buffer.h"
 #include "backend/host_buffer.h"
 #include "backend/plugin.h"
+#include "bindings/errors.h"
 #include "runtime/engine.h"
 
 #include <pybind11/numpy.h>
@@ -17,21 +18,10 @@
 namespace py = pybind11;
 using namespace spice;
 
+void bind_heads(py::module_ &m);  // heads_bindings.cpp
 void bind_policy(py::module_ &m); // policy_bindings.cpp
 
 namespace {
-
-void raise_if(const Status &status) {
-    if (status.ok()) return;
-    // The message may quote a damaged file, so it need not be UTF-8.
-    const std::string &text = status.message();
-    const auto message = py::reinterpret_steal<py::object>(
-        PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
-    py::object error = py::module_::import("spice_moe.errors")
-                           .attr("from_code")(static_cast<int32_t>(status.code()), message);
-    PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(error.ptr())), error.ptr());
-    throw py::error_already_set();
-}
 
 class Model {
   public:
@@ -194,6 +184,7 @@ PYBIND11_MODULE(_core, m) {
     m.def("runtime_ggml_version", [] { return std::string(ggml_version()); });
     m.def("register_backend", [] { raise_if(register_plugin()); });
     bind_policy(m);
+    bind_heads(m);
 
     py::class_<Model>(m, "Model")
         .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool>(), py::arg("path"),
