@@ -26,11 +26,14 @@ namespace {
 class Model {
   public:
     Model(const std::string &path, int64_t expert_used, int32_t io_threads, const std::string &eviction,
-          bool direct_io) {
+          bool direct_io, bool prefetch, const std::string &predictor, bool prefetch_always,
+          const std::string &sidecar) {
         const EngineOptions options = {.expert_used = expert_used,
                                        .io_threads = io_threads,
                                        .eviction = eviction,
                                        .direct_io = direct_io,
+                                       .prefetch = {prefetch, predictor, prefetch_always},
+                                       .sidecar = sidecar,
                                        .ops = nullptr};
         std::optional<Result<std::shared_ptr<Engine>>> engine;
         {
@@ -114,6 +117,9 @@ py::dict pool(const Model &m) {
     out["n_classes"] = plan.n_classes;
     out["eviction"] = plan.eviction;
     out["direct_io"] = plan.direct_io;
+    out["predictor"] = plan.predictor;
+    out["head_bytes"] = plan.head_bytes;
+    out["head_reason"] = plan.head_reason;
     return out;
 }
 
@@ -140,6 +146,21 @@ py::dict stats(const Model &m) {
     out["resident_experts"] = c.resident_experts;
     out["resident_bytes"] = c.resident_bytes;
     out["failures"] = c.failures;
+    out["prefetched"] = c.prefetched;
+    out["prefetch_ready"] = c.prefetch_ready;
+    out["prefetch_late"] = c.prefetch_late;
+    out["prefetch_dropped"] = c.prefetch_dropped;
+    out["prefetch_wasted"] = c.prefetch_wasted;
+    out["prefetch_bytes"] = c.reader.prefetched;
+    out["wasted_bytes"] = c.wasted_bytes;
+    out["predicted_calls"] = c.prefetch.calls;
+    out["predicted_layers"] = c.prefetch.horizons;
+    out["predicted_experts"] = c.prefetch.expected;
+    out["predicted_right"] = c.prefetch.correct;
+    out["predict_seconds"] = c.prefetch.seconds;
+    out["prefetch_on"] = c.prefetch.on;
+    out["prefetch_saving"] = c.prefetch.saving;
+    out["prefetch_switches"] = c.prefetch.switches;
     return out;
 }
 
@@ -187,9 +208,11 @@ PYBIND11_MODULE(_core, m) {
     bind_heads(m);
 
     py::class_<Model>(m, "Model")
-        .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool>(), py::arg("path"),
-             py::arg("expert_used") = 0, py::arg("io_threads") = 0, py::arg("eviction") = "",
-             py::arg("direct_io") = true)
+        .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool, bool,
+                      const std::string &, bool, const std::string &>(),
+             py::arg("path"), py::arg("expert_used") = 0, py::arg("io_threads") = 0, py::arg("eviction") = "",
+             py::arg("direct_io") = true, py::arg("prefetch") = true, py::arg("predictor") = "",
+             py::arg("prefetch_always") = false, py::arg("sidecar") = "")
         .def(
             "build_pool",
             [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },
@@ -204,6 +227,20 @@ PYBIND11_MODULE(_core, m) {
             py::arg("limit") = uint64_t{2} << 30)
         .def("stop_capture", [](const Model &model) { model.engine().capture().stop(); })
         .def("take_capture", &take_capture)
+        .def(
+            "set_future", // of the predictor `replay`: [(layer, ids [tokens, top_k])], as captured
+            [](const Model &model, const std::vector<std::pair<int32_t, py::array_t<int32_t, py::array::c_style | py::array::forcecast>>> &calls,
+               const std::vector<float> &recall, uint64_t seed) {
+                if (model.engine().prefetcher() == nullptr) return;
+                std::vector<policy::FutureCall> future;
+                for (const auto &[layer, ids] : calls) {
+                    const int32_t group = model.engine().group_of(layer);
+                    if (group < 0 || ids.ndim() != 2) throw py::value_error("no such layer, or ids that are no [tokens, top_k]");
+                    future.push_back({group, static_cast<int32_t>(ids.shape(0)), {ids.data(), ids.data() + ids.size()}});
+                }
+                model.engine().prefetcher()->set_future(std::move(future), recall, seed);
+            },
+            py::arg("calls"), py::arg("recall") = std::vector<float>(), py::arg("seed") = 0)
         .def("buffer_type",
              [](const Model &model) { return reinterpret_cast<uintptr_t>(model.attachment().buffer_type()); })
         .def_static("host_buffer_type", [] { return reinterpret_cast<uintptr_t>(host_buffer_type()); })

@@ -65,6 +65,7 @@ Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path,
     engine->reader_ = reader.take();
     engine->build_groups();
     engine->plan_pool(options.expert_used);
+    if (Status status = engine->set_up_prefetch(options); !status.ok()) return status;
     const auto names = policy::eviction_names();
     engine->plan_.eviction = options.eviction.empty() ? std::string(names.front()) : options.eviction;
     if (std::ranges::find(names, engine->plan_.eviction) == names.end()) {
@@ -74,6 +75,20 @@ Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path,
                                              "'; choose one of:" + known);
     }
     return engine;
+}
+
+Status Engine::set_up_prefetch(const EngineOptions &options) {
+    if (!options.prefetch.enabled) return {};
+    Result<HeadSet> heads =
+        make_heads(model_, index_, {.expert_used = options.expert_used, .sidecar = options.sidecar});
+    if (!heads.ok()) return heads.status();
+    Result<std::unique_ptr<Prefetcher>> prefetcher = Prefetcher::make(*this, heads.take(), options.prefetch);
+    if (!prefetcher.ok()) return prefetcher.status();
+    prefetcher_ = prefetcher.take();
+    plan_.predictor = prefetcher_->predictor();
+    plan_.head_bytes = prefetcher_->bytes();
+    plan_.head_reason = prefetcher_->reason();
+    return {};
 }
 
 Engine::~Engine() {
@@ -201,6 +216,40 @@ SlotTensor Engine::slot_tensor(const ExpertTensor &tensor) const {
     return {part_data(group, tensor.part, 0), pool.stride(), pool.n_slots()};
 }
 
+uint64_t Engine::slab_bytes(int32_t group) const {
+    uint64_t bytes = 0;
+    for (const ExpertTensor *part : groups_[static_cast<size_t>(group)].parts) bytes += part->info->stride;
+    return bytes;
+}
+
+Engine::LinkSize Engine::link_size(int32_t group) const {
+    const std::lock_guard lock(mutex_);
+    return {loads_per_call_, static_cast<double>(slab_bytes(group))};
+}
+
+Counters Engine::prefetch_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return counters_;
+}
+
+int32_t Engine::group_of(int32_t layer) const {
+    const auto it = std::ranges::find_if(groups_, [&](const Group &group) {
+        return group.layer == layer && group.bank == Bank::routed;
+    });
+    return it == groups_.end() ? -1 : static_cast<int32_t>(it - groups_.begin());
+}
+
+int32_t Engine::n_free_slots() const {
+    int32_t n = 0;
+    for (const SizeClass &cls : classes_) n += cls.pool.n_free();
+    return n;
+}
+
+bool Engine::some_missing() const {
+    const std::lock_guard lock(mutex_);
+    return plan_.n_slots < plan_.n_experts || n_free_slots() > 0;
+}
+
 bool Engine::give_slot(Group &group, int32_t expert, policy::Evictable may_leave) {
     SizeClass &cls = classes_[static_cast<size_t>(group.size_class)];
     std::optional<int32_t> slot = cls.pool.take();
@@ -227,7 +276,7 @@ void Engine::evict(SizeClass &cls, policy::SlabId id) {
     for (Part &part : slab.parts) part.set(PartState::absent);
     if (std::exchange(slab.ahead, false)) {
         counters_.prefetch_wasted += 1;
-        for (const ExpertTensor *part : group.parts) counters_.wasted_bytes += part->info->stride;
+        counters_.wasted_bytes += slab_bytes(cls.groups[static_cast<size_t>(id.group)]);
     }
     cls.pool.release(std::exchange(slab.slot, -1));
     cls.eviction->on_evict(id);
@@ -259,11 +308,14 @@ bool Engine::withdraw(Group &group, int32_t expert) {
 
 void Engine::used(const Group &group, Slab &slab) {
     if (!std::exchange(slab.ahead, false)) return;
+    const uint64_t bytes = slab_bytes(static_cast<int32_t>(&group - groups_.data()));
     if (slab.complete(group.parts.size())) {
         counters_.prefetch_ready += 1;
+        counters_.ready_bytes += bytes;
         return;
     }
     counters_.prefetch_late += 1;
+    counters_.late_bytes += bytes;
     for (size_t part = 0; part < group.parts.size(); ++part) reader_->promote(slab.parts[part]);
 }
 
@@ -290,6 +342,7 @@ Status Engine::read_back(const ExpertTensor &tensor, uint64_t offset, std::span<
 void Engine::routed(int32_t group_id, const RouterInput &input, std::span<const int32_t> ids) {
     const Group &group = groups_[static_cast<size_t>(group_id)];
     if (group.bank == Bank::routed) capture_.add(group.layer, input, ids);
+    if (prefetcher_ != nullptr) prefetcher_->on_call(group_id, input, ids);
 }
 
 void Engine::count_graph(const GraphCount &graph) {
@@ -314,8 +367,11 @@ std::optional<Status> Engine::take_error() {
 }
 
 Counters Engine::counters() const {
+    PrefetchCounters prefetch; // before our lock: its lock comes first
+    if (prefetcher_ != nullptr) prefetch = prefetcher_->counters();
     const std::lock_guard lock(mutex_);
     Counters counters = counters_;
+    counters.prefetch = prefetch;
     counters.stall_seconds = stalls_.seconds();
     if (reader_ != nullptr) {
         counters.reader = reader_->counters();
@@ -330,6 +386,7 @@ Counters Engine::counters() const {
 }
 
 void Engine::reset_counters() {
+    if (prefetcher_ != nullptr) prefetcher_->reset_counters();
     const std::lock_guard lock(mutex_);
     counters_ = {};
     stalls_.reset();

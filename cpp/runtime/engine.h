@@ -13,6 +13,7 @@
 
 #include "policy/eviction.h"
 #include "runtime/capture.h"
+#include "runtime/prefetcher.h"
 #include "runtime/slab.h"
 #include "runtime/stall_clock.h"
 #include "store/expert_index.h"
@@ -62,12 +63,16 @@ struct Counters {
     uint64_t experts_missed = 0;
     uint64_t slabs_read = 0;
     uint64_t evictions = 0;
+    uint64_t missed_bytes = 0;     ///< of experts that were not in a slot when a layer needed them
     uint64_t prefetched = 0;       ///< slabs queued ahead of need
     uint64_t prefetch_ready = 0;   ///< of these, complete when a layer needed them
     uint64_t prefetch_late = 0;    ///< of these, still on their way then
     uint64_t prefetch_dropped = 0; ///< of these, withdrawn before they were read
     uint64_t prefetch_wasted = 0;  ///< of these, evicted without having been needed
+    uint64_t ready_bytes = 0;
+    uint64_t late_bytes = 0;
     uint64_t wasted_bytes = 0;
+    PrefetchCounters prefetch;
     uint64_t failures = 0;
     double stall_seconds = 0.0;
     ReaderCounters reader;
@@ -82,7 +87,9 @@ struct EngineOptions {
     uint64_t ram_budget = 0; ///< bytes for slots; 0: room for every expert
     std::string eviction;    ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;
-    std::shared_ptr<FileOps> ops; ///< null: real files
+    PrefetchOptions prefetch;
+    std::filesystem::path sidecar; ///< what spice-fit made for this model; empty: none
+    std::shared_ptr<FileOps> ops;  ///< null: real files
 };
 
 /// What the pool needs (after open) and what it got (after build_pool).
@@ -96,6 +103,9 @@ struct PoolPlan {
     int32_t n_classes = 0;
     std::string eviction;
     bool direct_io = false;
+    std::string predictor;    ///< empty: nothing is read ahead
+    uint64_t head_bytes = 0;  ///< memory of the prediction heads, beside the budget
+    std::string head_reason;  ///< why some layers are predicted from history alone
 };
 
 class Engine {
@@ -127,6 +137,10 @@ class Engine {
     /// hidden states the router chose them.
     void routed(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
 
+    [[nodiscard]] int32_t group_of(int32_t layer) const; ///< its routed bank; -1: no MoE layer
+    /// The prefetcher, or nullptr when there is none.
+    [[nodiscard]] Prefetcher *prefetcher() const { return prefetcher_.get(); }
+
     struct GraphCount {
         uint64_t matmul_nodes = 0, delegated_nodes = 0, waves = 0, rows_direct = 0, rows_batched = 0;
     };
@@ -138,6 +152,7 @@ class Engine {
 
   private:
     friend class LayerCall;
+    friend class Prefetcher;
 
     struct Group {
         int32_t layer = 0;
@@ -161,9 +176,19 @@ class Engine {
         std::unique_ptr<policy::Eviction> eviction;
     };
 
+    struct LinkSize { ///< what a layer call of the group moves
+        double loads_per_call = 0.0;
+        double slab_bytes = 0.0;
+    };
+
     Engine() = default;
+    [[nodiscard]] uint64_t slab_bytes(int32_t group) const;
+    [[nodiscard]] LinkSize link_size(int32_t group) const;
+    [[nodiscard]] Counters prefetch_bytes() const; ///< the counters alone
+    [[nodiscard]] bool some_missing() const; ///< some expert is not in memory
     void build_groups();
     void plan_pool(int64_t expert_used);
+    [[nodiscard]] Status set_up_prefetch(const EngineOptions &options);
 
     // Under the lock:
     /// Evicts if it must, only what `may_leave` allows; false: nothing to evict.
@@ -176,6 +201,7 @@ class Engine {
     /// Takes back a prefetch none of whose reads has begun.
     bool withdraw(Group &group, int32_t expert);
     void used(const Group &group, Slab &slab); ///< a layer call needs it: was it prefetched in time?
+    [[nodiscard]] int32_t n_free_slots() const;
     void evict(SizeClass &cls, policy::SlabId id);
     void request(Group &group, int32_t expert, size_t part, Priority priority);
     [[nodiscard]] std::byte *part_data(const Group &group, size_t part, int32_t slot) const;
@@ -193,6 +219,9 @@ class Engine {
     std::vector<SizeClass> classes_;
     Counters counters_;
     std::optional<Status> error_;
+
+    std::unique_ptr<Prefetcher> prefetcher_;
+    double loads_per_call_ = 0.0; ///< a decayed average
 
     std::unique_ptr<SlabReader> reader_; ///< last: its threads write to everything above
 };

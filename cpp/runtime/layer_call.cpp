@@ -50,11 +50,18 @@ Status LayerCall::begin(Engine &engine, int32_t group_id, std::span<const int32_
     engine.counters_.experts_missed += experts_.size() - n_complete;
 
     // What is there is pinned first, so that making room for the rest does not evict it.
+    uint64_t moved = 0; // or would have been, without prefetching
+    uint64_t missing = 0;
     for (size_t i = 0; i < experts_.size(); ++i) {
+        missing += slab(i).slot < 0 ? 1 : 0;
+        moved += slab(i).slot < 0 || slab(i).ahead ? 1 : 0;
         if (slab(i).slot < 0) continue;
         pin(i);
         engine.used(group, slab(i));
     }
+    engine.counters_.missed_bytes += missing * engine.slab_bytes(group_id);
+    constexpr double weight = 0.02; // a token or two of layers
+    engine.loads_per_call_ += weight * (static_cast<double>(moved) - engine.loads_per_call_);
     for (size_t i = n_complete; i < experts_.size() && !streaming_; ++i) {
         if (slab(i).slot >= 0) continue;
         streaming_ = !engine.give_slot(group, experts_[i]);

@@ -39,6 +39,10 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
         "io_threads": options.io_threads or 0,
         "eviction": options.strategy or "",
         "direct_io": options.direct_io,
+        "prefetch": bool(options.prefetch),
+        "prefetch_always": options.prefetch == "always",
+        "predictor": options.predictor or "",
+        "sidecar": sidecar_for(path, options),
     }
     try:
         core = _core.Model(path, expert_used=used, **settings)
@@ -49,6 +53,14 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
         core.close()
         core = _core.Model(path, expert_used=0, **settings)
     return core
+
+
+def sidecar_for(path: str, options: SpiceOptions) -> str:
+    """What ``spice-fit`` made for the model: the file asked for, or the one beside the model; "" for none."""
+    if options.sidecar is not None:
+        return os.fspath(options.sidecar)
+    beside = Path(path).with_suffix(SIDECAR_SUFFIX)
+    return str(beside) if options.prefetch and beside.is_file() else ""
 
 
 def not_utf8(path: str, error: UnicodeDecodeError) -> SpiceFormatError:
@@ -66,6 +78,7 @@ class Attachment:
     def __init__(self, path: str, options: SpiceOptions, arguments: dict[str, Any]) -> None:
         """``arguments`` are the keyword arguments for ``llama_cpp.Llama``. Raises as :func:`open_core`."""
         self.options = options
+        self._path = path
         self.mmap: bool = bool(arguments.get("use_mmap", True))
         self.mlock: bool = bool(arguments.get("use_mlock", False))
         self._lora = arguments.get("lora_path") is not None
@@ -186,6 +199,10 @@ class Attachment:
             smallest_budget=pool.get("smallest", 0),
             strategy=pool.get("eviction", ""),
             direct_io=pool.get("direct_io", False),
+            predictor=pool.get("predictor", ""),
+            predictor_bytes=pool.get("head_bytes", 0),
+            predictor_note=pool.get("head_reason", ""),
+            sidecar=sidecar_for(self._path, self.options) if spice else "",
             io_threads=self.options.io_threads if spice else 0,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,

@@ -165,6 +165,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="memory for experts: 6GiB, 6G, 50%% of them, or auto (default: what is free)",
     )
     run.add_argument("--strategy", metavar="NAME", help=f"who leaves a full pool: {', '.join(strategies())}")
+    run.add_argument(
+        "--no-prefetch", action="store_true", help="read experts only when they are needed, never ahead"
+    )
+    run.add_argument(
+        "--predictor", metavar="NAME", help=f"what predicts the next layers' experts: {', '.join(predictors())}"
+    )
     run.add_argument("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
     args = parser.parse_args(argv)
@@ -246,6 +252,8 @@ def _load(args: argparse.Namespace) -> MeteredLlama:
         enabled=not args.plain,
         ram_budget=args.ram,
         strategy=args.strategy,
+        prefetch=not args.no_prefetch,
+        predictor=args.predictor,
         progress=sys.stderr.isatty() or None,
         n_ctx=args.ctx,
         n_batch=args.batch,

@@ -65,6 +65,9 @@ class Llama(llama_cpp.Llama):
         strategy: str | None = None,
         direct_io: bool | None = None,
         io_threads: int | None = None,
+        prefetch: bool | str | None = None,
+        predictor: str | None = None,
+        sidecar: str | os.PathLike[str] | None = None,
         progress: ProgressCallback | bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -75,6 +78,9 @@ class Llama(llama_cpp.Llama):
             strategy=strategy,
             direct_io=direct_io,
             io_threads=io_threads,
+            prefetch=prefetch,
+            predictor=predictor,
+            sidecar=sidecar,
             progress=progress,
         )
         path = os.fspath(model_path)

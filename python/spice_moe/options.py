@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,11 @@ MAX_IO_THREADS = 64
 def strategies() -> tuple[str, ...]:
     """The names that ``strategy`` takes; the default first."""
     return tuple(_core.policy.eviction_names())
+
+
+def predictors() -> tuple[str, ...]:
+    """The names that ``predictor`` takes; the default first. (``replay`` is for benches: it is told the future.)"""
+    return tuple(_core.policy.predictor_names())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,15 @@ class SpiceOptions:
     io_threads: int | None = None
     """Reads kept in flight. None tries a few numbers on the first reads and keeps the best."""
 
+    prefetch: bool | str = True
+    """Read experts ahead of need. It turns itself off while it does not pay; ``"always"`` keeps it on."""
+
+    predictor: str | None = None
+    """What predicts the experts of the next layers: a name of ``spice_moe.predictors()``; None is the default."""
+
+    sidecar: str | os.PathLike[str] | None = None
+    """The file that ``spice-fit`` made for this model; None takes ``MODEL.spice.gguf`` if it is there."""
+
     progress: ProgressCallback | bool | None = None
     """Progress of loading: True draws a bar on stderr, a callable gets fractions, None or False is silent."""
 
@@ -59,6 +74,12 @@ class SpiceOptions:
         budget.check(self.ram_budget)
         if not (self.strategy is None or isinstance(self.strategy, str)):
             raise TypeError(f"strategy must be a name, not {self.strategy!r}")
+        if not (isinstance(self.prefetch, bool) or self.prefetch == "always"):
+            raise TypeError(f'prefetch must be True, False or "always", not {self.prefetch!r}')
+        if not (self.predictor is None or isinstance(self.predictor, str)):
+            raise TypeError(f"predictor must be a name, not {self.predictor!r}")
+        if not (self.sidecar is None or isinstance(self.sidecar, str | os.PathLike)):
+            raise TypeError(f"sidecar must be a path, not {self.sidecar!r}")
         if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int | None):
             raise TypeError(f"io_threads must be a whole number, not {self.io_threads!r}")
         if self.io_threads is not None and not 1 <= self.io_threads <= MAX_IO_THREADS:

@@ -54,6 +54,10 @@ class Plan:
     smallest_budget: int  #: the smallest ram_budget that works for this model
     strategy: str  #: which expert leaves a full pool
     direct_io: bool  #: experts are read past the page cache
+    predictor: str  #: what predicts the next layers' experts, to read them ahead; "" for nothing
+    predictor_bytes: int  #: memory that it takes, beside the pool
+    predictor_note: str  #: why some layers are predicted from their history alone; "" for none
+    sidecar: str  #: the file of ``spice-fit`` that is used; "" for none
     io_threads: int | None  #: reads kept in flight; None: tuned on the first reads; 0 in mode "plain"
     n_threads: int  #: compute threads for single tokens
     n_threads_batch: int  #: compute threads for batches
@@ -73,6 +77,12 @@ class Plan:
             f"({self.experts_used} used per token), {format_bytes(self.expert_bytes)} of {types} experts"
         )
 
+    def _ahead(self) -> str:
+        if not self.predictor:
+            return "read when needed"
+        fitted = f" with {Path(self.sidecar).name}" if self.sidecar else ""
+        return f"read ahead where {self.predictor}{fitted} predicts them ({format_bytes(self.predictor_bytes)})"
+
     def __str__(self) -> str:
         threads = f"{_count(self.n_threads, 'compute thread')} ({self.n_threads_batch} for batches)"
         if self.mode == "plain":
@@ -86,7 +96,7 @@ class Plan:
         else:
             pool = (
                 f"in a pool of {format_bytes(self.ram_budget)} ({self.slots} of {self.experts_total} "
-                f"experts, strategy {self.strategy}), read when needed"
+                f"experts, strategy {self.strategy}), {self._ahead()}"
             )
         if self.ram_budget < self.working_set_bytes:
             pool += (

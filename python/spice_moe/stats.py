@@ -26,12 +26,29 @@ COUNTERS: dict[str, str] = {
     "stall_seconds": "seconds with at least one compute thread waiting for a read",
     "resident_experts": "experts in memory now",
     "resident_bytes": "bytes of the experts in memory now",
+    "prefetched": "experts that were queued for reading ahead of need",
+    "prefetch_ready": "of these, experts that were in memory when a layer needed them",
+    "prefetch_late": "of these, experts that were still on their way then",
+    "prefetch_dropped": "of these, experts that were taken back before they were read: their layer had passed",
+    "prefetch_wasted": "of these, experts that left the pool without having been needed",
+    "prefetch_bytes": "bytes read ahead, part of bytes_read",
+    "wasted_bytes": "bytes of the wasted ones",
+    "prefetch_on": "whether experts are read ahead now: it turns itself off while it does not pay",
+    "prefetch_saving": "measured share of a token's time that reading ahead saves; below zero it costs",
+    "prefetch_switches": "times that it was turned off or on again",
+    "predicted_calls": "layer calls from which the next layers were predicted",
+    "predicted_layers": "layers predicted in these calls",
+    "predicted_experts": "experts that next layers used, where they had been predicted",
+    "predicted_right": "of these, experts among the best of the prediction (the rest is recall's complement)",
+    "predict_seconds": "seconds that predicting and choosing took on the compute thread",
     "delegated_nodes": "graph nodes in SPICE's pieces that ran on ggml's CPU backend unchanged",
     "failures": "layer calls that failed; the Python call raised an exception",
 }
 
 #: Counters that say what is there now; reset_stats() leaves them alone.
-GAUGES = frozenset({"resident_experts", "resident_bytes", "read_depth"})
+GAUGES = frozenset(
+    {"resident_experts", "resident_bytes", "read_depth", "prefetch_on", "prefetch_saving", "prefetch_switches"}
+)
 
 
 class Counting(Protocol):
