@@ -27,7 +27,7 @@ from .errors import (
 check_versions()
 
 from .llama import Llama  # noqa: E402
-from .options import SpiceOptions, strategies  # noqa: E402
+from .options import SpiceOptions, predictors, strategies  # noqa: E402
 from .plan import Plan  # noqa: E402
 from .stats import COUNTERS  # noqa: E402
 
@@ -47,5 +47,6 @@ __all__ = [
     "SpiceUnsupportedError",
     "SpiceVersionError",
     "__version__",
+    "predictors",
     "strategies",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -15,6 +17,7 @@ from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, REPACKED, Plan, format_bytes
 
 _USED_KEY = ".expert_used_count"
+SIDECAR_SUFFIX = ".spice.gguf"  # of what spice-fit writes beside MODEL.gguf
 # (memory-mapped, locked) -> what the plan calls it
 _LOAD_MODES = {
     (True, False): "mmap",

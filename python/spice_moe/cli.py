@@ -21,7 +21,7 @@ from .errors import (
     SpiceMemoryError,
     SpiceUnsupportedError,
 )
-from .options import strategies
+from .options import predictors, strategies
 from .plan import format_bytes
 from .session import MeteredLlama, Session
 from .shipped import tiny_model
