@@ -87,9 +87,9 @@ struct EngineOptions {
     uint64_t ram_budget = 0; ///< bytes for slots; 0: room for every expert
     std::string eviction;    ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;
-    PrefetchOptions prefetch = {};
-    std::filesystem::path sidecar = {}; ///< what spice-fit made for this model; empty: none
-    std::shared_ptr<FileOps> ops = {};  ///< null: real files
+    PrefetchOptions prefetch;
+    std::filesystem::path sidecar; ///< what spice-fit made for this model; empty: none
+    std::shared_ptr<FileOps> ops;  ///< null: real files
 };
 
 /// What the pool needs (after open) and what it got (after build_pool).

@@ -68,7 +68,7 @@ Result<std::unique_ptr<SlabReader>> SlabReader::open(std::vector<std::filesystem
 }
 
 SlabReader::~SlabReader() {
-    std::deque<Queued> left;
+    std::deque<ReadRequest> left;
     {
         const std::lock_guard lock(mutex_);
         stop_ = true;
@@ -79,14 +79,14 @@ SlabReader::~SlabReader() {
     }
     has_work_.notify_all();
     for (auto &thread : threads_) thread.join();
-    for (const Queued &queued : left) queued.request.completion->done({Code::io, "the model was closed"});
+    for (const ReadRequest &request : left) request.completion->done({Code::io, "the model was closed"});
     for (OpenFile &file : files_) options_.ops->close(file);
 }
 
 void SlabReader::submit(const ReadRequest &request, Priority priority) {
     {
         const std::lock_guard lock(mutex_);
-        (priority == Priority::demand ? demand_ : prefetch_).push_back({request, 0});
+        (priority == Priority::demand ? demand_ : prefetch_).push_back(request);
         waiting_ += request.to.size();
     }
     has_work_.notify_one();
@@ -109,12 +109,7 @@ Status SlabReader::read(uint32_t file, uint64_t offset, std::span<std::byte> to)
 bool SlabReader::promote(const Completion &completion) {
     {
         const std::lock_guard lock(mutex_);
-        if (std::ranges::find(pieces_, &completion) != pieces_.end()) {
-            promoted_.push_back(&completion);
-            return true;
-        }
-        const auto it = std::ranges::find_if(
-            prefetch_, [&](const Queued &queued) { return queued.request.completion == &completion; });
+        const auto it = std::ranges::find(prefetch_, &completion, &ReadRequest::completion);
         if (it == prefetch_.end()) return false;
         demand_.push_back(*it);
         prefetch_.erase(it);
@@ -125,17 +120,17 @@ bool SlabReader::promote(const Completion &completion) {
 
 bool SlabReader::withdraw(std::span<const Completion *const> completions) {
     const std::lock_guard lock(mutex_);
-    const auto named = [&](const Queued &queued) {
-        return std::ranges::find(completions, queued.request.completion) != completions.end();
+    const auto named = [&](const ReadRequest &request) {
+        return std::ranges::find(completions, request.completion) != completions.end();
     };
     if (static_cast<size_t>(std::ranges::count_if(prefetch_, named)) != completions.size()) return false;
-    for (const Queued &queued : prefetch_) waiting_ -= named(queued) ? queued.request.to.size() - queued.done : 0;
+    for (const ReadRequest &request : prefetch_) waiting_ -= named(request) ? request.to.size() : 0;
     std::erase_if(prefetch_, named);
     return true;
 }
 
 /// The queue that the next read comes from, or nullptr when none may start.
-std::deque<SlabReader::Queued> *SlabReader::next_queue() {
+std::deque<ReadRequest> *SlabReader::next_queue() {
     if (in_flight_ >= tuner_.depth()) return nullptr;
     if (!demand_.empty()) return &demand_;
     return !prefetch_.empty() && prefetches_ < options_.prefetch_in_flight ? &prefetch_ : nullptr;
@@ -145,79 +140,61 @@ void SlabReader::work() {
     Bounce bounce;
     std::unique_lock lock(mutex_);
     for (;;) {
-        std::deque<Queued> *queue = nullptr;
+        std::deque<ReadRequest> *queue = nullptr;
         has_work_.wait(lock, [&] { return stop_ || (queue = next_queue()) != nullptr; });
         if (stop_) return;
-        Queued next = queue->front();
-        queue->pop_front();
+        const ReadRequest request = queue->front();
         const bool prefetch = queue == &prefetch_;
-        const size_t left = next.request.to.size() - next.done;
-        const size_t bytes = prefetch ? std::min(left, options_.prefetch_piece) : left;
-        if (prefetch) {
-            ++prefetches_;
-            pieces_.push_back(next.request.completion);
-        }
+        queue->pop_front();
+        prefetches_ += prefetch ? 1 : 0;
         if (in_flight_++ == 0) {
             busy_since_ = now();
             measured_until_ = busy_since_;
         }
         lock.unlock();
-        const Status status = serve(next.request, next.done, next.done + bytes, bounce);
+        const Status status = serve(request, bounce);
         lock.lock();
-        account(bytes, prefetch, status);
-        bool demand = false;
-        if (prefetch) {
-            --prefetches_;
-            std::erase(pieces_, next.request.completion);
-            demand = std::erase(promoted_, next.request.completion) > 0;
-        }
-        next.done += bytes;
-        if (status.ok() && next.done < next.request.to.size() && !stop_) { // it goes on when it is its turn
-            (demand ? demand_ : prefetch_).push_front(next);
-            has_work_.notify_all();
-            continue;
-        }
-        waiting_ -= status.ok() ? next.request.to.size() - next.done : left - bytes;
+        account(request, prefetch, status);
         lock.unlock();
-        next.request.completion->done(next.done < next.request.to.size() && status.ok()
-                                          ? Status(Code::io, "the model was closed")
-                                          : status);
+        request.completion->done(status);
         lock.lock();
-        has_work_.notify_all();
     }
 }
 
 /// Counts a read that ended. Under the lock.
-void SlabReader::account(size_t bytes, bool prefetch, const Status &status) {
+void SlabReader::account(const ReadRequest &request, bool prefetch, const Status &status) {
     const double ended = now();
-    waiting_ -= bytes;
+    prefetches_ -= prefetch ? 1 : 0;
+    waiting_ -= request.to.size();
     if (--in_flight_ == 0) counters_.busy_seconds += ended - busy_since_;
+    const auto bytes = static_cast<double>(request.to.size());
     if (status.ok()) {
-        counters_.bytes += bytes;
-        counters_.prefetched += prefetch ? bytes : 0;
-        const auto n = static_cast<double>(bytes);
+        counters_.bytes += request.to.size();
+        counters_.prefetched += prefetch ? request.to.size() : 0;
         constexpr double memory = 256.0 * (1 << 20); // bytes after which a measurement has lost 63 % of its weight
-        const double keep = std::exp(-n / memory);
-        window_bytes_ = window_bytes_ * keep + n;
+        const double keep = std::exp(-bytes / memory);
+        window_bytes_ = window_bytes_ * keep + bytes;
         window_seconds_ = window_seconds_ * keep + (ended - measured_until_);
     }
     measured_until_ = ended;
-    tuner_.ended(bytes, ended, !demand_.empty());
+    const int32_t depth = tuner_.depth();
+    tuner_.ended(request.to.size(), ended, !demand_.empty());
+    // Threads that the old depth or another prefetch held back.
+    if (tuner_.depth() > depth || (prefetch && !prefetch_.empty())) has_work_.notify_all();
 }
 
-/// Reads the bytes [from, end) of the request.
-Status SlabReader::serve(const ReadRequest &request, size_t from, size_t end, Bounce &bounce) {
+Status SlabReader::serve(const ReadRequest &request, Bounce &bounce) {
     const OpenFile &file = files_[request.file];
     const uint64_t align = file.alignment;
     const auto address = reinterpret_cast<uintptr_t>(request.to.data());
     const bool in_place = (address - request.offset) % align == 0;
-    size_t done = from;
-    while (done < end) {
+    size_t done = 0;
+    while (done < request.to.size()) {
         const uint64_t offset = request.offset + done;
         const uint64_t first = offset / align * align;
         const auto head = static_cast<size_t>(offset - first);
         // Whole units, at most max_read; the last one may reach past the range.
-        const size_t wanted = std::min(end - done + head, options_.max_read / align * align);
+        const size_t wanted = std::min(request.to.size() - done + head, options_.max_read / align * align);
         const size_t room = (wanted + align - 1) / align * align;
         std::byte *to = request.to.data() + done - head;
         if (!in_place) {
@@ -229,7 +206,7 @@ Status SlabReader::serve(const ReadRequest &request, size_t from, size_t end, Bo
         if (!in_place) std::memcpy(request.to.data() + done, to + head, wanted - head);
         done += wanted - head;
     }
-    if (!file.direct) options_.ops->forget(file, request.offset + from, end - from);
+    if (!file.direct) options_.ops->forget(file, request.offset, request.to.size());
     return {};
 }
 

@@ -1,8 +1,8 @@
 // Asynchronous reads of expert bytes: two queues, demand before prefetch, served by a few blocking threads.
 //
-// A prefetch is read in pieces and makes way for demand reads after each, so that a layer waits for a few small
-// pieces at most. One that waits for its turn can be withdrawn; any can be made a demand read, when a layer
-// turns out to need it.
+// A prefetch that has begun is not interrupted, so only `prefetch_in_flight` of them run at once: a demand read
+// shares the disk with those at most. One that waits can be withdrawn or, when a layer turns out to need it,
+// made a demand read.
 //
 // With direct files a read covers whole aligned units, so it also writes up to alignment()-1 bytes before and
 // after its destination: the caller leaves that room. A destination whose address does not agree with the
@@ -64,7 +64,6 @@ class SlabReader {
         int32_t prefetch_in_flight = 1;    ///< of these, prefetches at most
         bool direct = true;                ///< try O_DIRECT
         size_t max_read = size_t{4} << 20; ///< bytes per system call
-        size_t prefetch_piece = size_t{512} << 10; ///< bytes after which a prefetch makes way
         std::shared_ptr<FileOps> ops;      ///< null: the real ones
     };
     /// Opens the files (in the order of their indices) and starts the threads. Errors: not_found, io,
@@ -76,9 +75,9 @@ class SlabReader {
     SlabReader &operator=(const SlabReader &) = delete;
 
     void submit(const ReadRequest &request, Priority priority);
-    /// Makes a prefetch a demand read, the last of its queue; false when it is none, or done.
+    /// Makes a waiting prefetch a demand read, the last of its queue; false when it does not wait (any more).
     bool promote(const Completion &completion);
-    /// Forgets prefetches, if all of them wait for their turn; false when a piece is being read, or all is done.
+    /// Forgets waiting prefetches, if all of them wait; false when one was begun or is done.
     [[nodiscard]] bool withdraw(std::span<const Completion *const> completions);
     /// Reads now and waits, for the rare caller without a slot.
     [[nodiscard]] Status read(uint32_t file, uint64_t offset, std::span<std::byte> to);
@@ -94,16 +93,12 @@ class SlabReader {
 
   private:
     struct Bounce; ///< an aligned buffer of one thread
-    struct Queued {
-        ReadRequest request;
-        size_t done = 0; ///< bytes read so far
-    };
 
     SlabReader() = default;
     void work();
-    [[nodiscard]] std::deque<Queued> *next_queue();
-    void account(size_t bytes, bool prefetch, const Status &status);
-    [[nodiscard]] Status serve(const ReadRequest &request, size_t from, size_t to, Bounce &bounce);
+    [[nodiscard]] std::deque<ReadRequest> *next_queue();
+    void account(const ReadRequest &request, bool prefetch, const Status &status);
+    [[nodiscard]] Status serve(const ReadRequest &request, Bounce &bounce);
     [[nodiscard]] Status read_range(const OpenFile &file, uint32_t index, std::byte *to, uint64_t offset,
                                     size_t wanted, size_t room);
     [[nodiscard]] Status failure(uint32_t file, uint64_t offset, size_t bytes, int error) const;
@@ -116,10 +111,8 @@ class SlabReader {
 
     mutable std::mutex mutex_; ///< guards everything below
     std::condition_variable has_work_;
-    std::deque<Queued> demand_;
-    std::deque<Queued> prefetch_;
-    std::vector<const Completion *> pieces_;   ///< prefetches of which a piece is being read
-    std::vector<const Completion *> promoted_; ///< of these, the ones that go on as demand reads
+    std::deque<ReadRequest> demand_;
+    std::deque<ReadRequest> prefetch_;
     DepthTuner tuner_;
     int32_t in_flight_ = 0;
     int32_t prefetches_ = 0; ///< of these
