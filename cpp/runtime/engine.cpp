@@ -286,7 +286,6 @@ bool Engine::prefetch(Group &group, int32_t expert, policy::Evictable may_leave)
     Slab &slab = group.slabs[static_cast<size_t>(expert)];
     if (slab.slot >= 0 || !give_slot(group, expert, may_leave)) return false;
     slab.ahead = true;
-    counters_.prefetched += 1;
     for (size_t part = 0; part < group.parts.size(); ++part) {
         request(group, expert, part, Priority::prefetch);
     }
@@ -301,7 +300,6 @@ bool Engine::withdraw(Group &group, int32_t expert) {
     for (size_t part = 0; part < n_parts; ++part) parts[part] = &slab.parts[part];
     if (!reader_->withdraw(std::span(parts).first(n_parts))) return false;
     slab.ahead = false; // nothing was read for it
-    counters_.prefetch_dropped += 1;
     evict(classes_[static_cast<size_t>(group.size_class)], {group.number, expert});
     return true;
 }

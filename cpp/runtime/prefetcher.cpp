@@ -113,11 +113,9 @@ void Prefetcher::on_call(int32_t group, const RouterInput &input, std::span<cons
     }
     check_forecast(group, ids);
     predictor_->begin_call(group, ids, static_cast<int32_t>(rows));
-    drop_passed(group);
-    if (rows <= policy::Predictor::max_rows && (always_ || meter_.on()) && engine_.some_missing()) {
-        act(group, predict(group, input, ids));
-        counters_.calls += 1;
-    }
+    const bool look = rows <= policy::Predictor::max_rows && (always_ || meter_.on()) && engine_.some_missing();
+    if (look || !queued_.empty()) act(group, look ? predict(group, input, ids) : 0);
+    counters_.calls += look ? 1 : 0;
     const std::span<const int32_t> last_row = ids.last(static_cast<size_t>(k));
     last_[static_cast<size_t>(group)].assign(last_row.begin(), last_row.end());
     counters_.seconds += now_seconds() - started;
@@ -203,22 +201,26 @@ int32_t Prefetcher::predict(int32_t group, const RouterInput &input, std::span<c
     return depth;
 }
 
-void Prefetcher::drop_passed(int32_t group) {
-    const std::lock_guard lock(engine_.mutex_);
+/// Withdraws what was queued by earlier calls and has not begun: the new plan knows better, what is still
+/// wanted is in it, and what is needed first is read first. Under the Engine's lock.
+void Prefetcher::take_back() {
+    taken_back_.clear();
     std::erase_if(queued_, [&](const Queued &load) {
         Engine::Group &owner = engine_.groups_[static_cast<size_t>(load.group)];
         const Slab &slab = owner.slabs[static_cast<size_t>(load.expert)];
         if (!slab.ahead || !slab.busy(owner.parts.size())) return true; // used, gone, or there
-        const int32_t ahead = (load.group - group + n_groups_) % n_groups_;
-        const bool passed = ahead == 0 || ahead > lookahead_.l_max;
-        return passed && engine_.withdraw(owner, load.expert);
+        if (!engine_.withdraw(owner, load.expert)) return false;
+        taken_back_.push_back(load);
+        return true;
     });
+    engine_.counters_.prefetched -= taken_back_.size(); // it counts what is queued for good
+    engine_.counters_.prefetch_dropped += taken_back_.size();
 }
 
 void Prefetcher::act(int32_t group, int32_t depth) {
-    if (depth == 0) return;
     const double layer_seconds = clock_.layer_seconds();
     const std::lock_guard lock(engine_.mutex_);
+    take_back();
     planner_->begin();
     const auto present = [&](policy::SlabId id) {
         const Engine::Group &owner = engine_.groups_[static_cast<size_t>(id.group)];
@@ -246,7 +248,12 @@ void Prefetcher::act(int32_t group, int32_t depth) {
             return !forecast.made || forecast.chances[static_cast<size_t>(id.expert)] < load.chance;
         };
         if (engine_.prefetch(owner, load.id.expert, may_leave)) {
-            queued_.push_back({load.id.group, load.id.expert});
+            const Queued queued{load.id.group, load.id.expert};
+            queued_.push_back(queued);
+            engine_.counters_.prefetched += 1;
+            if (std::ranges::find(taken_back_, queued) != taken_back_.end()) {
+                engine_.counters_.prefetch_dropped -= 1; // queued again, only in another order
+            }
         }
     }
 }

@@ -70,6 +70,7 @@ class Prefetcher {
     struct Queued {
         int32_t group = 0;
         int32_t expert = 0;
+        friend bool operator==(const Queued &, const Queued &) = default;
     };
     struct Forecast { ///< of one group's next call
         bool made = false;
@@ -84,7 +85,7 @@ class Prefetcher {
     [[nodiscard]] std::span<const float> scores(int32_t group, int32_t horizon, const RouterInput &input,
                                                 std::span<const int32_t> ids);
     void act(int32_t group, int32_t depth);
-    void drop_passed(int32_t group);
+    void take_back();
     [[nodiscard]] int32_t target(int32_t group, int32_t horizon) const { return (group + horizon) % n_groups_; }
 
     Engine &engine_;
@@ -107,7 +108,8 @@ class Prefetcher {
     PrefetchCounters counters_;
     std::vector<Forecast> forecasts_;          ///< by group
     std::vector<std::vector<int32_t>> last_;   ///< by group: the experts of its last call's last token
-    std::vector<Queued> queued_;
+    std::vector<Queued> queued_; ///< submitted and not known to be read
+    std::vector<Queued> taken_back_;
     std::vector<float> scores_;                ///< [max_rows][n_experts]
     std::vector<float> scratch_;
     uint64_t seen_missed_ = 0, seen_ready_ = 0, seen_late_ = 0, seen_wasted_ = 0;

@@ -61,7 +61,7 @@ class SlabReader {
   public:
     struct Options {
         int32_t n_threads = 0;             ///< reads in flight; 0 tries a few numbers and keeps the best
-        int32_t prefetch_in_flight = 1;    ///< of these, prefetches at most
+        int32_t prefetch_in_flight = 4;    ///< of these, prefetches at most
         bool direct = true;                ///< try O_DIRECT
         size_t max_read = size_t{4} << 20; ///< bytes per system call
         std::shared_ptr<FileOps> ops;      ///< null: the real ones
