@@ -17,6 +17,7 @@ namespace {
 
 constexpr float score_limit = 6.0F; ///< standard deviations beyond which a score says no more
 constexpr float ratio_limit = 8.0F; ///< the same for log ratios of counts
+constexpr size_t n_before = 4;      ///< groups before the present one whose followers count, too
 
 struct Kind {
     std::string_view name;
@@ -68,17 +69,19 @@ class LearnedPredictor final : public Predictor {
   public:
     LearnedPredictor(const Kind &kind, const RoutingShape &shape)
         : kind_(kind), n_groups_(static_cast<size_t>(shape.n_groups)),
-          n_experts_(static_cast<size_t>(shape.n_experts)), history_(shape),
+          n_experts_(static_cast<size_t>(shape.n_experts)),
           n_horizons_(static_cast<size_t>(shape.max_horizon)),
-          n_cross_(std::min(n_horizons_, static_cast<size_t>(history_.max_horizon()))),
-          mixer_(2 * n_horizons_, n_groups_, n_experts_), ones_(n_experts_, 1.0F), used_(n_experts_),
-          sorted_(n_experts_), cross_(n_horizons_ * n_horizons_), pending_(n_horizons_ * n_horizons_) {
+          history_(shape, shape.max_horizon + static_cast<int32_t>(n_before)),
+          n_cross_(static_cast<size_t>(history_.n_distances())),
+          mixer_(2 * n_horizons_, n_groups_, n_experts_), used_(n_experts_), sorted_(n_experts_),
+          cross_(kind.follows ? n_cross_ * n_cross_ : 0), pending_(n_horizons_ * n_horizons_) {
         for (Rows &rows : cross_) rows.values.resize(max_rows * n_experts_);
         for (Pending &pending : pending_) {
-            pending.scores.resize(max_rows * n_experts_);
+            pending.scores.resize(kind.scores != ScoreSource::none ? max_rows * n_experts_ : 0);
+            pending.far.resize(kind.follows ? max_rows * n_experts_ : 0);
             pending.chances.resize(max_rows * n_experts_);
         }
-        start_weights(static_cast<float>(shape.top_k));
+        start_weights();
     }
 
     [[nodiscard]] std::string_view name() const override { return kind_.name; }
@@ -91,7 +94,7 @@ class LearnedPredictor final : public Predictor {
         previous_group_ = group;
         rows_ = rows;
         k_ = rows > 0 ? ids.size() / static_cast<size_t>(rows) : 0;
-        if (rows > 0 && rows <= max_rows) learn(static_cast<size_t>(group), ids);
+        if (rows > 0 && rows <= max_rows) learn(ids);
         history_.begin_call(group, ids, rows);
         if (kind_.follows && rows > 0 && rows <= max_rows) find_followers(group);
     }
@@ -110,12 +113,15 @@ class LearnedPredictor final : public Predictor {
         pending.call = call_ + h;
         pending.rows = rows_;
         pending.scored = scored;
+        const size_t target = pending.call % n_groups_;
         for (size_t row = 0; row < n_rows; ++row) {
-            const std::span<float> z = span_of(pending.scores, row);
-            if (scored) standardise(scores.subspan(row * n_experts_, n_experts_), k_, sorted_, z);
+            if (scored) {
+                standardise(scores.subspan(row * n_experts_, n_experts_), k_, sorted_,
+                            span_of(pending.scores, row));
+            }
+            if (kind_.follows) sum_far(h, row, pending);
             const std::span<float> p = span_of(pending.chances, row);
-            const size_t target = (call_ + h) % n_groups_;
-            mixer_.mix(context(h, scored), target, features(h, row, pending), p);
+            mixer_.mix(context(h, scored), target, features(h, row, pending), k_, p);
             for (size_t e = 0; e < n_experts_; ++e) out[e] = p[e] + out[e] * (1.0F - p[e]);
         }
         return true;
@@ -133,23 +139,17 @@ class LearnedPredictor final : public Predictor {
         int32_t rows = 0;
         bool scored = false;
         std::vector<float> scores;  ///< [max_rows][n_experts], standardised
+        std::vector<float> far;     ///< [max_rows][n_experts]: Feature::cross_far
         std::vector<float> chances; ///< [max_rows][n_experts]
     };
 
-    void start_weights(float top_k) {
-        const float n = static_cast<float>(n_experts_);
-        const float base = top_k < n ? std::log(top_k / (n - top_k)) : 4.0F;
+    /// About what the mixer learned on the five traces of papers.md section 7 (ids), and on scores with
+    /// noise.
+    void start_weights() {
+        const Weights plain = {0.3F, 0.3F, 1.2F, 0.05F, 0.22F, 0.08F, 0.12F, 0.0F};
+        const Weights scored = {0.1F, 0.1F, 0.3F, 0.02F, 0.1F, 0.03F, 0.03F, 4.0F};
         for (size_t h = 1; h <= n_horizons_; ++h) {
-            Weights plain{};
-            if (kind_.use) {
-                plain = {0.0F, 1.0F, 1.0F, 0.2F, 0.2F, 0.1F, 0.0F};
-            } else {
-                plain = {base, 0.0F, 0.0F, 0.2F, 0.2F, 0.1F, 0.0F};
-            }
             mixer_.start(context(h, false), plain);
-            Weights scored{};
-            scored[static_cast<size_t>(Feature::score)] = 4.0F;
-            if (kind_.use) scored[static_cast<size_t>(Feature::use)] = 0.2F;
             mixer_.start(context(h, true), scored);
         }
     }
@@ -160,31 +160,43 @@ class LearnedPredictor final : public Predictor {
     [[nodiscard]] std::span<float> span_of(std::vector<float> &values, size_t row) const {
         return {&values[row * n_experts_], n_experts_};
     }
-    /// At most n_horizons_ calls are looked ahead to at a time, so that each has its place.
-    [[nodiscard]] size_t place(uint64_t call, size_t horizon) const {
-        return (call % n_horizons_) * n_horizons_ + horizon - 1;
+    /// Calls are looked ahead to from at most n_horizons_ calls before, so that each has its place.
+    Pending &pending_at(uint64_t call, size_t horizon) {
+        return pending_[(call % n_horizons_) * n_horizons_ + horizon - 1];
     }
-    Pending &pending_at(uint64_t call, size_t horizon) { return pending_[place(call, horizon)]; }
+    [[nodiscard]] size_t cross_place(uint64_t call, size_t distance) const {
+        return (call % n_cross_) * n_cross_ + distance - 1;
+    }
 
     /// What follows the present call's experts at the calls to come.
     void find_followers(int32_t group) {
-        for (size_t h = 1; h <= n_cross_; ++h) {
-            Rows &rows = cross_[place(call_ + h, h)];
-            rows.call = call_ + h;
+        for (size_t d = 1; d <= n_cross_; ++d) {
+            Rows &rows = cross_[cross_place(call_ + d, d)];
+            rows.call = call_ + d;
             rows.rows = rows_;
             for (int32_t row = 0; row < rows_; ++row) {
                 const std::span<float> values = span_of(rows.values, static_cast<size_t>(row));
-                history_.cross(group, static_cast<int32_t>(h), row, values);
+                history_.cross(group, static_cast<int32_t>(d), row, values);
                 for (float &value : values) value = std::min(std::max(value, -ratio_limit), ratio_limit);
             }
         }
     }
 
-    [[nodiscard]] const float *followers(uint64_t call, size_t horizon, size_t row, int32_t n_rows) const {
-        if (horizon > n_cross_) return nullptr;
-        const Rows &rows = cross_[place(call, horizon)];
+    [[nodiscard]] const float *followers(uint64_t call, size_t distance, size_t row, int32_t n_rows) const {
+        if (distance > n_cross_) return nullptr;
+        const Rows &rows = cross_[cross_place(call, distance)];
         if (rows.call != call || rows.rows != n_rows) return nullptr;
         return &rows.values[row * n_experts_];
+    }
+
+    void sum_far(size_t horizon, size_t row, Pending &pending) {
+        const std::span<float> far = span_of(pending.far, row);
+        std::fill(far.begin(), far.end(), 0.0F);
+        for (size_t before = 2; before <= n_before; ++before) {
+            const float *values = followers(pending.call, horizon + before, row, pending.rows);
+            if (values == nullptr) continue;
+            for (size_t e = 0; e < n_experts_; ++e) far[e] += values[e];
+        }
     }
 
     /// The features of pending.call, seen from `horizon` calls before it.
@@ -194,22 +206,24 @@ class LearnedPredictor final : public Predictor {
         const auto set = [&all](Feature feature, const float *values) {
             all[static_cast<size_t>(feature)] = values;
         };
-        set(Feature::bias, ones_.data());
         if (kind_.use) {
             set(Feature::use, history_.use(target).data());
+            set(Feature::long_use, history_.long_use(target).data());
             set(Feature::recent, history_.recent(target).data());
         }
         if (kind_.follows) {
             set(Feature::follow, history_.follow(target).data());
             set(Feature::cross, followers(pending.call, horizon, row, pending.rows));
             set(Feature::cross_before, followers(pending.call, horizon + 1, row, pending.rows));
+            set(Feature::cross_far, &pending.far[row * n_experts_]);
         }
         if (pending.scored) set(Feature::score, &pending.scores[row * n_experts_]);
         return all;
     }
 
     /// The routing of call_ is known: what was predicted of it teaches.
-    void learn(size_t group, std::span<const int32_t> ids) {
+    void learn(std::span<const int32_t> ids) {
+        const size_t group = call_ % n_groups_;
         for (size_t h = 1; h <= n_horizons_; ++h) {
             Pending &pending = pending_at(call_, h);
             if (pending.call != call_ || pending.rows != rows_) continue;
@@ -226,19 +240,18 @@ class LearnedPredictor final : public Predictor {
     Kind kind_;
     size_t n_groups_;
     size_t n_experts_;
-    RoutingHistory history_;
     size_t n_horizons_;
-    size_t n_cross_; ///< horizons with counts of followers
+    RoutingHistory history_;
+    size_t n_cross_; ///< distances with counts of followers
     Mixer mixer_;
     uint64_t call_ = 0; ///< position in the walk: pass * n_groups + group
     int32_t previous_group_ = -1;
     int32_t rows_ = 0;
     size_t k_ = 0;
-    std::vector<float> ones_;
     std::vector<float> used_;      ///< all zero between calls
     std::vector<float> sorted_;    ///< scratch
-    std::vector<Rows> cross_;      ///< by place(call, horizon)
-    std::vector<Pending> pending_; ///< by place(call, horizon)
+    std::vector<Rows> cross_;      ///< by cross_place(call, distance)
+    std::vector<Pending> pending_; ///< see pending_at()
 };
 
 } // namespace

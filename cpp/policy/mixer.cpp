@@ -15,26 +15,45 @@ constexpr float curvature_rate = 0.02F;
 constexpr float curvature_start = 1.0F;
 constexpr float curvature_floor = 0.05F;
 constexpr float step_max = 0.1F; ///< a weight moves no further at once
+constexpr int32_t shift_steps = 2;
+constexpr float shift_max = 1.0F; ///< the shift moves no further in a step
+constexpr float shift_rate = 0.1F;
+constexpr float slope_floor = 0.1F;
 
 } // namespace
 
 Mixer::Mixer(size_t n_contexts, size_t n_groups, size_t n_experts)
-    : n_groups_(n_groups), contexts_(n_contexts), corrections_(n_contexts * n_groups), error_(n_experts),
-      weight_(n_experts) {
+    : n_groups_(n_groups), contexts_(n_contexts), corrections_(n_contexts * n_groups),
+      shifts_(n_contexts * n_groups), sums_(n_experts), error_(n_experts), weight_(n_experts) {
     for (Learned &learned : contexts_) learned.curvature.fill(curvature_start);
 }
 
-void Mixer::mix(size_t context, size_t group, const Features &features, std::span<float> p) const {
+void Mixer::mix(size_t context, size_t group, const Features &features, size_t k, std::span<float> p) {
     const Weights &shared = contexts_[context].weights;
     const Weights &own = corrections_[slot(context, group)];
-    std::fill(p.begin(), p.end(), 0.0F);
+    float &start = shifts_[slot(context, group)];
+    std::fill(sums_.begin(), sums_.end(), 0.0F);
     for (size_t f = 0; f < n_features; ++f) {
         if (features[f] == nullptr) continue;
         const float w = shared[f] + own[f];
         const float *feature = features[f];
-        for (size_t e = 0; e < p.size(); ++e) p[e] += w * feature[e];
+        for (size_t e = 0; e < p.size(); ++e) sums_[e] += w * feature[e];
     }
-    for (float &value : p) value = sigmoid(value);
+    float shift = start;
+    for (int32_t i = 0;; ++i) {
+        for (size_t e = 0; e < p.size(); ++e) p[e] = sigmoid(sums_[e] + shift);
+        if (i == shift_steps) break;
+        std::array<float, 4> sum{};
+        std::array<float, 4> slope{};
+        for (size_t e = 0; e < p.size(); ++e) {
+            sum[e % 4] += p[e];
+            slope[e % 4] += p[e] * (1.0F - p[e]);
+        }
+        const float over = (sum[0] + sum[1]) + (sum[2] + sum[3]) - static_cast<float>(k);
+        const float rise = std::max((slope[0] + slope[1]) + (slope[2] + slope[3]), slope_floor);
+        shift -= std::clamp(over / rise, -shift_max, shift_max);
+    }
+    start = std::clamp(start + shift_rate * (shift - start), -20.0F, 20.0F);
 }
 
 void Mixer::observe(const Features &features, std::span<const float> p, std::span<const float> used) {

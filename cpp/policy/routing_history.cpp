@@ -11,34 +11,44 @@ namespace {
 
 constexpr float alpha_slow = 0.03F;
 constexpr float alpha_recent = 0.6F;
-constexpr float alpha_batch_max = 0.5F; ///< the most that a call of many rows moves `slow`
-constexpr float uniform_share = 0.05F;  ///< of the chance that `use` tells: no expert is impossible
+constexpr float alpha_batch_max = 0.5F; ///< the most that a call of many rows moves an average
+constexpr float uniform_share = 0.05F;  ///< of a chance: no expert is impossible
 constexpr float row_prior = 4.0F;       ///< visits of "as usual" that every count row starts with
-constexpr uint8_t visit_limit = 255;    ///< a count row is halved when it has seen that many visits
+constexpr uint8_t visit_limit = 90;     ///< a count row is halved when it has seen that many visits
 constexpr float ratio_min = 1e-30F;     ///< products of ratios stay within floats
 constexpr float ratio_max = 1e30F;
 
-size_t horizons_that_fit(const RoutingShape &shape) {
+size_t distances_that_fit(const RoutingShape &shape, int32_t wanted) {
     const int64_t n = shape.n_experts;
     const int64_t table = shape.n_groups * n * (n + 1);
     const int64_t fit = RoutingHistory::max_table_bytes / table - 1; // one table is for the next token
-    return static_cast<size_t>(std::clamp<int64_t>(fit, 1, std::max(shape.max_horizon, 1)));
+    return static_cast<size_t>(std::clamp<int64_t>(fit, 1, std::max(wanted, 1)));
+}
+
+float with_uniform(float average, float uniform) {
+    return std::min((1.0F - uniform_share) * average + uniform_share * uniform, 0.99F);
+}
+
+float log_odds(float p) {
+    return fast_log(p / (1.0F - p));
 }
 
 } // namespace
 
-RoutingHistory::RoutingHistory(const RoutingShape &shape)
+RoutingHistory::RoutingHistory(const RoutingShape &shape, int32_t n_distances)
     : n_groups_(static_cast<size_t>(shape.n_groups)), n_experts_(static_cast<size_t>(shape.n_experts)),
-      top_k_(static_cast<size_t>(shape.top_k)), n_horizons_(horizons_that_fit(shape)),
-      slow_(n_groups_ * n_experts_), recent_(n_groups_ * n_experts_), use_(n_groups_ * n_experts_),
+      top_k_(static_cast<size_t>(shape.top_k)), n_distances_(distances_that_fit(shape, n_distances)),
+      slow_(n_groups_ * n_experts_), long_(n_groups_ * n_experts_), seen_(n_groups_),
+      recent_(n_groups_ * n_experts_), use_(n_groups_ * n_experts_), long_use_(n_groups_ * n_experts_),
       inverse_(n_groups_ * n_experts_), follow_(n_groups_ * n_experts_), next_(n_groups_),
-      later_(n_groups_ * n_horizons_), ids_(n_groups_ * max_rows * top_k_), n_rows_(n_groups_),
+      later_(n_groups_ * n_distances_), ids_(n_groups_ * max_rows * top_k_), n_rows_(n_groups_),
       n_used_(n_groups_), total_rows_(n_groups_), called_(n_groups_) {
-    const float start = std::min(0.99F, static_cast<float>(top_k_) / static_cast<float>(n_experts_));
-    std::fill(slow_.begin(), slow_.end(), start);
-    std::fill(recent_.begin(), recent_.end(), start);
-    std::fill(use_.begin(), use_.end(), fast_log(start / (1.0F - start)));
-    std::fill(inverse_.begin(), inverse_.end(), 1.0F / start);
+    const float uniform = std::min(0.99F, static_cast<float>(top_k_) / static_cast<float>(n_experts_));
+    // A count row holds limit / 2 .. limit visits, of which each expert gets top_k / n_experts per token.
+    alpha_long_ = uniform / (0.75F * static_cast<float>(visit_limit));
+    for (auto *average : {&slow_, &long_, &recent_}) std::fill(average->begin(), average->end(), uniform);
+    for (auto *odds : {&use_, &long_use_}) std::fill(odds->begin(), odds->end(), log_odds(uniform));
+    std::fill(inverse_.begin(), inverse_.end(), 1.0F / uniform);
     for (auto *tables : {&next_, &later_}) {
         for (Table &table : *tables) {
             table.visits.resize(n_experts_);
@@ -49,7 +59,7 @@ RoutingHistory::RoutingHistory(const RoutingShape &shape)
 
 int64_t RoutingHistory::bytes() const {
     const size_t tables = (next_.size() + later_.size()) * n_experts_ * (n_experts_ + 1);
-    const size_t floats = 5 * n_groups_ * n_experts_;
+    const size_t floats = 8 * n_groups_ * n_experts_;
     return static_cast<int64_t>(tables + sizeof(float) * floats + sizeof(int32_t) * ids_.size());
 }
 
@@ -82,25 +92,31 @@ void RoutingHistory::begin_call(int32_t group, std::span<const int32_t> ids, int
 }
 
 void RoutingHistory::learn_use(size_t g, std::span<const int32_t> ids, size_t rows) {
-    const float share = 1.0F / static_cast<float>(rows);
-    const float alpha = std::min(alpha_slow * static_cast<float>(rows), alpha_batch_max);
+    const auto n_rows = static_cast<float>(rows);
+    constexpr float few = 16.0F; // rows that the uniform start of `long` is worth
+    seen_[g] += n_rows;
+    const float alpha = std::min(alpha_slow * n_rows, alpha_batch_max);
+    const float alpha_long =
+        std::min(std::max(n_rows / (seen_[g] + few), alpha_long_ * n_rows), alpha_batch_max);
     float *slow = &slow_[g * n_experts_];
+    float *whole = &long_[g * n_experts_];
     float *recent = &recent_[g * n_experts_];
     for (size_t e = 0; e < n_experts_; ++e) {
         slow[e] *= 1.0F - alpha;
+        whole[e] *= 1.0F - alpha_long;
         recent[e] *= 1.0F - alpha_recent;
     }
     for (const int32_t expert : ids) {
-        slow[expert] += alpha * share;
-        recent[expert] += alpha_recent * share;
+        slow[expert] += alpha / n_rows;
+        whole[expert] += alpha_long / n_rows;
+        recent[expert] += alpha_recent / n_rows;
     }
-    const float uniform = uniform_share * static_cast<float>(top_k_) / static_cast<float>(n_experts_);
-    float *use = &use_[g * n_experts_];
-    float *inverse = &inverse_[g * n_experts_];
+    const float uniform = static_cast<float>(top_k_) / static_cast<float>(n_experts_);
     for (size_t e = 0; e < n_experts_; ++e) {
-        const float p = std::min((1.0F - uniform_share) * slow[e] + uniform, 0.99F);
-        use[e] = fast_log(p / (1.0F - p));
-        inverse[e] = 1.0F / p;
+        const float p = with_uniform(whole[e], uniform);
+        use_[g * n_experts_ + e] = log_odds(with_uniform(slow[e], uniform));
+        long_use_[g * n_experts_ + e] = log_odds(p);
+        inverse_[g * n_experts_ + e] = 1.0F / p;
     }
 }
 
@@ -112,11 +128,11 @@ void RoutingHistory::learn_tables(size_t g, std::span<const int32_t> ids, size_t
             count(next_[g], ids.subspan((row - 1) * k, k), ids.subspan(row * k, k));
         }
     }
-    for (size_t horizon = 1; horizon <= n_horizons_ && horizon <= call_; ++horizon) {
-        const uint64_t from_call = call_ - horizon;
+    for (size_t distance = 1; distance <= n_distances_ && distance <= call_; ++distance) {
+        const uint64_t from_call = call_ - distance;
         const size_t from = from_call % n_groups_;
         if (n_rows_[from] == 0 || called_[from] != from_call || total_rows_[from] != total_rows_[g]) continue;
-        Table &table = later_[from * n_horizons_ + horizon - 1];
+        Table &table = later_[from * n_distances_ + distance - 1];
         for (size_t row = 0; row < rows; ++row) count(table, row_of(from, row), ids.subspan(row * k, k));
     }
 }
@@ -150,11 +166,12 @@ void RoutingHistory::log_ratio(const Table &table, std::span<const int32_t> from
     for (float &value : out) value = fast_log(value);
 }
 
-void RoutingHistory::cross(int32_t group, int32_t horizon, int32_t row, std::span<float> out) const {
-    assert(horizon >= 1 && horizon <= max_horizon() && row >= 0 && row < rows(group));
+void RoutingHistory::cross(int32_t group, int32_t distance, int32_t row, std::span<float> out) const {
+    assert(distance >= 1 && distance <= n_distances() && row >= 0 && row < rows(group));
     const auto g = static_cast<size_t>(group);
-    const auto h = static_cast<size_t>(horizon);
-    log_ratio(later_[g * n_horizons_ + h - 1], row_of(g, static_cast<size_t>(row)), (g + h) % n_groups_, out);
+    const auto d = static_cast<size_t>(distance);
+    log_ratio(later_[g * n_distances_ + d - 1], row_of(g, static_cast<size_t>(row)), (g + d) % n_groups_,
+              out);
 }
 
 } // namespace spice::policy
