@@ -2,7 +2,6 @@
 // them, and every machine gives the same bits for them (no library call). Relative error below 1e-6.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -21,10 +20,20 @@ namespace spice::policy {
     return 2.0F * atanh + static_cast<float>(exponent) * 0.69314718F;
 }
 
+/// x within -bound .. bound (NaN: at a bound). A comparison of integers: compilers vectorise that, where one
+/// of floats has to keep its branch for the sake of floating-point traps.
+[[nodiscard]] inline float limit(float x, float bound) {
+    constexpr int32_t sign = INT32_MIN;
+    const auto bits = std::bit_cast<int32_t>(x);
+    const int32_t size = bits & ~sign;
+    const auto most = std::bit_cast<int32_t>(bound);
+    return std::bit_cast<float>((size < most ? size : most) | (bits & sign));
+}
+
 /// e to the power of x, which is limited to -80 .. 80.
 [[nodiscard]] inline float fast_exp(float x) {
     constexpr float to_int = 12582912.0F; // 1.5 * 2^23: adding it rounds to an integer
-    x = std::min(std::max(x, -80.0F), 80.0F);
+    x = limit(x, 80.0F);
     const float n = (x * 1.44269504F + to_int) - to_int;
     const float r = (x - n * 0.693359375F) + n * 2.12194440e-4F; // ln 2 in two parts
     const float p =

@@ -16,7 +16,6 @@ namespace spice::policy {
 namespace {
 
 constexpr float score_limit = 6.0F; ///< standard deviations beyond which a score says no more
-constexpr float ratio_limit = 8.0F; ///< the same for log ratios of counts
 constexpr size_t n_before = 4;      ///< groups before the present one whose followers count, too
 
 struct Kind {
@@ -175,9 +174,8 @@ class LearnedPredictor final : public Predictor {
             rows.call = call_ + d;
             rows.rows = rows_;
             for (int32_t row = 0; row < rows_; ++row) {
-                const std::span<float> values = span_of(rows.values, static_cast<size_t>(row));
-                history_.cross(group, static_cast<int32_t>(d), row, values);
-                for (float &value : values) value = std::min(std::max(value, -ratio_limit), ratio_limit);
+                history_.cross(group, static_cast<int32_t>(d), row,
+                               span_of(rows.values, static_cast<size_t>(row)));
             }
         }
     }

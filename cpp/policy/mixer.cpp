@@ -19,12 +19,23 @@ constexpr int32_t shift_steps = 2;
 constexpr float shift_max = 1.0F; ///< the shift moves no further in a step
 constexpr float shift_rate = 0.1F;
 constexpr float slope_floor = 0.1F;
+constexpr float shift_limit = 20.0F;
+constexpr float impossible = -80.0F;
+
+/// Sums are made in lanes side by side: the compiler has instructions for that, and one order for all
+/// machines.
+constexpr size_t lanes = 4;
+
+float total(const std::array<float, lanes> &sum) {
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
 
 } // namespace
 
 Mixer::Mixer(size_t n_contexts, size_t n_groups, size_t n_experts)
     : n_groups_(n_groups), contexts_(n_contexts), corrections_(n_contexts * n_groups),
-      shifts_(n_contexts * n_groups), sums_(n_experts), error_(n_experts), weight_(n_experts) {
+      shifts_(n_contexts * n_groups), sums_((n_experts + lanes - 1) / lanes * lanes, impossible),
+      error_(n_experts), weight_(n_experts) {
     for (Learned &learned : contexts_) learned.curvature.fill(curvature_start);
 }
 
@@ -32,7 +43,7 @@ void Mixer::mix(size_t context, size_t group, const Features &features, size_t k
     const Weights &shared = contexts_[context].weights;
     const Weights &own = corrections_[slot(context, group)];
     float &start = shifts_[slot(context, group)];
-    std::fill(sums_.begin(), sums_.end(), 0.0F);
+    std::fill_n(sums_.begin(), p.size(), 0.0F); // the padding stays impossible
     for (size_t f = 0; f < n_features; ++f) {
         if (features[f] == nullptr) continue;
         const float w = shared[f] + own[f];
@@ -40,20 +51,21 @@ void Mixer::mix(size_t context, size_t group, const Features &features, size_t k
         for (size_t e = 0; e < p.size(); ++e) sums_[e] += w * feature[e];
     }
     float shift = start;
-    for (int32_t i = 0;; ++i) {
-        for (size_t e = 0; e < p.size(); ++e) p[e] = sigmoid(sums_[e] + shift);
-        if (i == shift_steps) break;
-        std::array<float, 4> sum{};
-        std::array<float, 4> slope{};
-        for (size_t e = 0; e < p.size(); ++e) {
-            sum[e % 4] += p[e];
-            slope[e % 4] += p[e] * (1.0F - p[e]);
+    for (int32_t i = 0; i < shift_steps; ++i) {
+        std::array<float, lanes> sum{};
+        std::array<float, lanes> slope{};
+        for (size_t e = 0; e < sums_.size(); e += lanes) {
+            for (size_t lane = 0; lane < lanes; ++lane) {
+                const float chance = sigmoid(sums_[e + lane] + shift);
+                sum[lane] += chance;
+                slope[lane] += chance * (1.0F - chance);
+            }
         }
-        const float over = (sum[0] + sum[1]) + (sum[2] + sum[3]) - static_cast<float>(k);
-        const float rise = std::max((slope[0] + slope[1]) + (slope[2] + slope[3]), slope_floor);
-        shift -= std::clamp(over / rise, -shift_max, shift_max);
+        const float over = total(sum) - static_cast<float>(k);
+        shift -= std::clamp(over / std::max(total(slope), slope_floor), -shift_max, shift_max);
     }
-    start = std::clamp(start + shift_rate * (shift - start), -20.0F, 20.0F);
+    for (size_t e = 0; e < p.size(); ++e) p[e] = sigmoid(sums_[e] + shift);
+    start = std::clamp(start + shift_rate * (shift - start), -shift_limit, shift_limit);
 }
 
 void Mixer::observe(const Features &features, std::span<const float> p, std::span<const float> used) {
@@ -67,22 +79,21 @@ void Mixer::observe(const Features &features, std::span<const float> p, std::spa
     for (size_t f = 0; f < n_features; ++f) {
         if (features[f] == nullptr) continue;
         const float *feature = features[f];
-        // Four sums side by side, for which the compiler has an instruction and one order.
-        std::array<float, 4> slope{};
-        std::array<float, 4> curve{};
+        std::array<float, lanes> slope{};
+        std::array<float, lanes> curve{};
         size_t e = 0;
-        for (; e + 4 <= n; e += 4) {
-            for (size_t i = 0; i < 4; ++i) {
-                slope[i] += error[e + i] * feature[e + i];
-                curve[i] += weight[e + i] * feature[e + i] * feature[e + i];
+        for (; e + lanes <= n; e += lanes) {
+            for (size_t lane = 0; lane < lanes; ++lane) {
+                slope[lane] += error[e + lane] * feature[e + lane];
+                curve[lane] += weight[e + lane] * feature[e + lane] * feature[e + lane];
             }
         }
         for (; e < n; ++e) {
             slope[0] += error[e] * feature[e];
             curve[0] += weight[e] * feature[e] * feature[e];
         }
-        gradient_[f] += (slope[0] + slope[1]) + (slope[2] + slope[3]);
-        curvature_[f] += (curve[0] + curve[1]) + (curve[2] + curve[3]);
+        gradient_[f] += total(slope);
+        curvature_[f] += total(curve);
     }
     ++n_observed_;
 }

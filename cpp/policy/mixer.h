@@ -65,7 +65,7 @@ class Mixer {
     Weights gradient_{};               ///< of the rows observed
     Weights curvature_{};
     int32_t n_observed_ = 0;
-    std::vector<float> sums_;   ///< scratch, by expert
+    std::vector<float> sums_;   ///< scratch, by expert, padded
     std::vector<float> error_;  ///< scratch, by expert
     std::vector<float> weight_; ///< scratch, by expert
 };

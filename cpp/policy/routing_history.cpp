@@ -3,7 +3,9 @@
 #include "policy/fast_math.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
+#include <type_traits>
 
 namespace spice::policy {
 
@@ -15,8 +17,7 @@ constexpr float alpha_batch_max = 0.5F; ///< the most that a call of many rows m
 constexpr float uniform_share = 0.05F;  ///< of a chance: no expert is impossible
 constexpr float row_prior = 4.0F;       ///< visits of "as usual" that every count row starts with
 constexpr uint8_t visit_limit = 90;     ///< a count row is halved when it has seen that many visits
-constexpr float ratio_min = 1e-30F;     ///< products of ratios stay within floats
-constexpr float ratio_max = 1e30F;
+constexpr float ratio_limit = 8.0F;     ///< beyond which a log ratio says no more
 
 size_t distances_that_fit(const RoutingShape &shape, int32_t wanted) {
     const int64_t n = shape.n_experts;
@@ -26,7 +27,7 @@ size_t distances_that_fit(const RoutingShape &shape, int32_t wanted) {
 }
 
 float with_uniform(float average, float uniform) {
-    return std::min((1.0F - uniform_share) * average + uniform_share * uniform, 0.99F);
+    return (1.0F - uniform_share) * average + uniform_share * uniform;
 }
 
 float log_odds(float p) {
@@ -38,17 +39,17 @@ float log_odds(float p) {
 RoutingHistory::RoutingHistory(const RoutingShape &shape, int32_t n_distances)
     : n_groups_(static_cast<size_t>(shape.n_groups)), n_experts_(static_cast<size_t>(shape.n_experts)),
       top_k_(static_cast<size_t>(shape.top_k)), n_distances_(distances_that_fit(shape, n_distances)),
+      uniform_(std::min(0.99F, static_cast<float>(top_k_) / static_cast<float>(n_experts_))),
       slow_(n_groups_ * n_experts_), long_(n_groups_ * n_experts_), seen_(n_groups_),
       recent_(n_groups_ * n_experts_), use_(n_groups_ * n_experts_), long_use_(n_groups_ * n_experts_),
       inverse_(n_groups_ * n_experts_), follow_(n_groups_ * n_experts_), next_(n_groups_),
       later_(n_groups_ * n_distances_), ids_(n_groups_ * max_rows * top_k_), n_rows_(n_groups_),
       n_used_(n_groups_), total_rows_(n_groups_), called_(n_groups_) {
-    const float uniform = std::min(0.99F, static_cast<float>(top_k_) / static_cast<float>(n_experts_));
     // A count row holds limit / 2 .. limit visits, of which each expert gets top_k / n_experts per token.
-    alpha_long_ = uniform / (0.75F * static_cast<float>(visit_limit));
-    for (auto *average : {&slow_, &long_, &recent_}) std::fill(average->begin(), average->end(), uniform);
-    for (auto *odds : {&use_, &long_use_}) std::fill(odds->begin(), odds->end(), log_odds(uniform));
-    std::fill(inverse_.begin(), inverse_.end(), 1.0F / uniform);
+    alpha_long_ = uniform_ / (0.75F * static_cast<float>(visit_limit));
+    for (auto *average : {&slow_, &long_, &recent_}) std::fill(average->begin(), average->end(), uniform_);
+    for (auto *odds : {&use_, &long_use_}) std::fill(odds->begin(), odds->end(), log_odds(uniform_));
+    std::fill(inverse_.begin(), inverse_.end(), 1.0F / uniform_);
     for (auto *tables : {&next_, &later_}) {
         for (Table &table : *tables) {
             table.visits.resize(n_experts_);
@@ -111,10 +112,9 @@ void RoutingHistory::learn_use(size_t g, std::span<const int32_t> ids, size_t ro
         whole[expert] += alpha_long / n_rows;
         recent[expert] += alpha_recent / n_rows;
     }
-    const float uniform = static_cast<float>(top_k_) / static_cast<float>(n_experts_);
     for (size_t e = 0; e < n_experts_; ++e) {
-        const float p = with_uniform(whole[e], uniform);
-        use_[g * n_experts_ + e] = log_odds(with_uniform(slow[e], uniform));
+        const float p = with_uniform(whole[e], uniform_);
+        use_[g * n_experts_ + e] = log_odds(with_uniform(slow[e], uniform_));
         long_use_[g * n_experts_ + e] = log_odds(p);
         inverse_[g * n_experts_ + e] = 1.0F / p;
     }
@@ -153,17 +153,29 @@ void RoutingHistory::count(Table &table, std::span<const int32_t> from, std::spa
 void RoutingHistory::log_ratio(const Table &table, std::span<const int32_t> from, size_t target,
                                std::span<float> out) const {
     const float *inverse = &inverse_[target * n_experts_];
-    std::fill(out.begin(), out.end(), 1.0F);
-    for (const int32_t first : from) {
-        const auto f = static_cast<size_t>(first);
-        const uint8_t *row = &table.counts[f * n_experts_];
-        const float norm = 1.0F / (static_cast<float>(table.visits[f]) + row_prior);
-        for (size_t e = 0; e < n_experts_; ++e) {
-            const float ratio = (static_cast<float>(row[e]) * inverse[e] + row_prior) * norm;
-            out[e] = std::min(std::max(out[e] * ratio, ratio_min), ratio_max);
+    // A block of experts at a time, whose products stay in registers. A ratio is between 0.04 and 20
+    // n_experts / top_k, so that a product of a few is a normal float.
+    constexpr size_t few = 6;
+    const auto block = [&](size_t first, auto size) {
+        std::array<float, size()> product;
+        std::array<float, size()> sum{};
+        for (size_t begin = 0; begin < from.size(); begin += few) {
+            product.fill(1.0F);
+            for (const int32_t expert : from.subspan(begin, std::min(few, from.size() - begin))) {
+                const auto f = static_cast<size_t>(expert);
+                const uint8_t *counts = &table.counts[f * n_experts_ + first];
+                const float norm = 1.0F / (static_cast<float>(table.visits[f]) + row_prior);
+                for (size_t i = 0; i < size(); ++i) {
+                    product[i] *= (static_cast<float>(counts[i]) * inverse[first + i] + row_prior) * norm;
+                }
+            }
+            for (size_t i = 0; i < size(); ++i) sum[i] += fast_log(product[i]);
         }
-    }
-    for (float &value : out) value = fast_log(value);
+        for (size_t i = 0; i < size(); ++i) out[first + i] = limit(sum[i], ratio_limit);
+    };
+    size_t e = 0;
+    for (; e + 16 <= n_experts_; e += 16) block(e, std::integral_constant<size_t, 16>{});
+    for (; e < n_experts_; ++e) block(e, std::integral_constant<size_t, 1>{});
 }
 
 void RoutingHistory::cross(int32_t group, int32_t distance, int32_t row, std::span<float> out) const {

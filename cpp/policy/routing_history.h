@@ -81,6 +81,7 @@ class RoutingHistory {
     size_t n_experts_;
     size_t top_k_;
     size_t n_distances_;
+    float uniform_;    ///< top_k / n_experts, below 1
     float alpha_long_; ///< of long_: as slow as the counts
     int32_t previous_group_ = -1;
     uint64_t call_ = 0;               ///< position in the walk: pass * n_groups + group
