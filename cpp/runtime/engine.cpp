@@ -233,15 +233,24 @@ Counters Engine::prefetch_bytes() const {
 }
 
 int32_t Engine::group_of(int32_t layer) const {
-    const auto it = std::ranges::find_if(groups_, [&](const Group &group) {
-        return group.layer == layer && group.bank == Bank::routed;
-    });
+    const auto it = std::ranges::find_if(
+        groups_, [&](const Group &group) { return group.layer == layer && group.bank == Bank::routed; });
     return it == groups_.end() ? -1 : static_cast<int32_t>(it - groups_.begin());
 }
 
 int32_t Engine::n_free_slots() const {
     int32_t n = 0;
     for (const SizeClass &cls : classes_) n += cls.pool.n_free();
+    return n;
+}
+
+int32_t Engine::n_absent(int32_t group_id, std::span<const float> chances, float least) const {
+    const std::lock_guard lock(mutex_);
+    const Group &group = groups_[static_cast<size_t>(group_id)];
+    int32_t n = 0;
+    for (size_t e = 0; e < static_cast<size_t>(group.n_expert); ++e) {
+        n += chances[e] >= least && group.slabs[e].slot < 0 ? 1 : 0;
+    }
     return n;
 }
 

@@ -103,9 +103,9 @@ struct PoolPlan {
     int32_t n_classes = 0;
     std::string eviction;
     bool direct_io = false;
-    std::string predictor;    ///< empty: nothing is read ahead
-    uint64_t head_bytes = 0;  ///< memory of the prediction heads, beside the budget
-    std::string head_reason;  ///< why some layers are predicted from history alone
+    std::string predictor;   ///< empty: nothing is read ahead
+    uint64_t head_bytes = 0; ///< memory of the prediction heads, beside the budget
+    std::string head_reason; ///< why some layers are predicted from history alone
 };
 
 class Engine {
@@ -185,6 +185,8 @@ class Engine {
     [[nodiscard]] uint64_t slab_bytes(int32_t group) const;
     [[nodiscard]] LinkSize link_size(int32_t group) const;
     [[nodiscard]] Counters prefetch_bytes() const; ///< the counters alone
+    /// Experts of the group that have no slot and at least that chance.
+    [[nodiscard]] int32_t n_absent(int32_t group, std::span<const float> chances, float least) const;
     [[nodiscard]] bool some_missing() const; ///< some expert is not in memory
     void build_groups();
     void plan_pool(int64_t expert_used);

@@ -51,7 +51,8 @@ Result<std::unique_ptr<Prefetcher>> Prefetcher::make(Engine &engine, HeadSet hea
     made->heads_ = std::move(heads);
     made->always_ = options.always;
     made->n_groups_ = static_cast<int32_t>(engine.groups_.size());
-    for (const Engine::Group &group : engine.groups_) made->n_experts_ = std::max(made->n_experts_, group.n_expert);
+    for (const Engine::Group &group : engine.groups_)
+        made->n_experts_ = std::max(made->n_experts_, group.n_expert);
     for (const Engine::SizeClass &cls : engine.classes_) made->top_k_ = std::max(made->top_k_, cls.top_k);
 
     const auto names = policy::predictor_names();
@@ -64,8 +65,9 @@ Result<std::unique_ptr<Prefetcher>> Prefetcher::make(Engine &engine, HeadSet hea
     made->predictor_ = policy::make_predictor(
         name, {made->n_groups_, made->n_experts_, made->top_k_, made->lookahead_.l_max});
     if (made->predictor_ == nullptr) {
-        return Status(Code::unsupported, "predictor '" + name + "' cannot serve " + std::to_string(made->n_groups_) +
-                                             " layers of " + std::to_string(made->n_experts_) + " experts");
+        return Status(Code::unsupported, "predictor '" + name + "' cannot serve " +
+                                             std::to_string(made->n_groups_) + " layers of " +
+                                             std::to_string(made->n_experts_) + " experts");
     }
     const HeadSet &set = made->heads_;
     switch (made->predictor_->scores()) {
@@ -83,7 +85,9 @@ Result<std::unique_ptr<Prefetcher>> Prefetcher::make(Engine &engine, HeadSet hea
         }
         break;
     case policy::ScoreSource::best:
-        made->used_heads_ = set.draft != nullptr ? set.draft : set.adapter != nullptr ? set.adapter : set.frozen;
+        made->used_heads_ = set.draft != nullptr     ? set.draft
+                            : set.adapter != nullptr ? set.adapter
+                                                     : set.frozen;
         break;
     }
     if (made->used_heads_ != nullptr) made->head_call_.emplace(*made->used_heads_);
@@ -93,9 +97,11 @@ Result<std::unique_ptr<Prefetcher>> Prefetcher::make(Engine &engine, HeadSet hea
     made->planner_.emplace(made->n_experts_, made->lookahead_.l_max, made->plan_options_);
     made->clock_ = PrefetchClock(made->n_groups_);
     made->forecasts_.resize(static_cast<size_t>(made->n_groups_));
-    for (Forecast &forecast : made->forecasts_) forecast.chances.resize(static_cast<size_t>(made->n_experts_));
+    for (Forecast &forecast : made->forecasts_)
+        forecast.chances.resize(static_cast<size_t>(made->n_experts_));
     made->last_.resize(static_cast<size_t>(made->n_groups_));
-    made->scores_.resize(static_cast<size_t>(policy::Predictor::max_rows) * static_cast<size_t>(made->n_experts_));
+    made->scores_.resize(static_cast<size_t>(policy::Predictor::max_rows) *
+                         static_cast<size_t>(made->n_experts_));
     return made;
 }
 
@@ -113,7 +119,8 @@ void Prefetcher::on_call(int32_t group, const RouterInput &input, std::span<cons
     }
     check_forecast(group, ids);
     predictor_->begin_call(group, ids, static_cast<int32_t>(rows));
-    const bool look = rows <= policy::Predictor::max_rows && (always_ || meter_.on()) && engine_.some_missing();
+    const bool look =
+        rows <= policy::Predictor::max_rows && (always_ || meter_.on()) && engine_.some_missing();
     if (look || !queued_.empty()) act(group, look ? predict(group, input, ids) : 0);
     counters_.calls += look ? 1 : 0;
     const std::span<const int32_t> last_row = ids.last(static_cast<size_t>(k));
@@ -131,10 +138,12 @@ void Prefetcher::check_forecast(int32_t group, std::span<const int32_t> ids) {
     const auto repeated = std::ranges::unique(routed);
     routed.erase(repeated.begin(), repeated.end());
     if (routed.size() >= scratch_.size()) return;
-    std::ranges::nth_element(scratch_, scratch_.begin() + static_cast<ptrdiff_t>(routed.size()), std::greater{});
+    std::ranges::nth_element(scratch_, scratch_.begin() + static_cast<ptrdiff_t>(routed.size()),
+                             std::greater{});
     const float threshold = scratch_[routed.size()]; // the first that is not among the top
     counters_.expected += routed.size();
-    for (const int32_t id : routed) counters_.correct += forecast.chances[static_cast<size_t>(id)] > threshold;
+    for (const int32_t id : routed)
+        counters_.correct += forecast.chances[static_cast<size_t>(id)] > threshold;
 }
 
 void Prefetcher::end_pass(double) {
@@ -175,8 +184,8 @@ std::span<const float> Prefetcher::scores(int32_t group, int32_t horizon, const 
             return {};
         }
         const auto &bias = heads_.selection_bias[static_cast<size_t>(to)];
-        policy::ranking_scores(n_out == n ? gating_ : policy::Gating{gating_.activation, 1, 1}, out.first(n_out),
-                               {}, bias, out.first(n_out));
+        policy::ranking_scores(n_out == n ? gating_ : policy::Gating{gating_.activation, 1, 1},
+                               out.first(n_out), {}, bias, out.first(n_out));
     }
     return std::span(scores_).first(static_cast<size_t>(input.n_tokens) * n);
 }
@@ -185,17 +194,20 @@ std::span<const float> Prefetcher::scores(int32_t group, int32_t horizon, const 
 int32_t Prefetcher::predict(int32_t group, const RouterInput &input, std::span<const int32_t> ids) {
     const Engine::LinkSize link = engine_.link_size(group);
     const int32_t l_max = std::min(lookahead_.l_max, n_groups_ - 1);
-    const int32_t l_min = policy::least_depth(link.loads_per_call, link.slab_bytes, engine_.reader_->bandwidth(),
-                                              clock_.layer_seconds(), l_max);
+    const int32_t l_min = policy::least_depth(link.loads_per_call, link.slab_bytes,
+                                              engine_.reader_->bandwidth(), clock_.layer_seconds(), l_max);
     int32_t depth = 0;
-    while (depth < l_max) {
+    int32_t wanted = 0; // loads in sight: looking further than the queue reaches would be for nothing
+    while (depth < l_max && wanted < plan_options_.max_queue) {
         const int32_t horizon = depth + 1;
         Forecast &forecast = forecasts_[static_cast<size_t>(target(group, horizon))];
         if (!predictor_->predict(group, horizon, scores(group, horizon, input, ids), forecast.chances)) break;
         forecast.made = true;
         forecast.horizon = horizon;
         depth = horizon;
-        if (!policy::look_further(lookahead_, depth, l_min, policy::confidence(forecast.chances, scratch_))) break;
+        wanted += engine_.n_absent(target(group, horizon), forecast.chances, plan_options_.p_min);
+        if (!policy::look_further(lookahead_, depth, l_min, policy::confidence(forecast.chances, scratch_)))
+            break;
     }
     counters_.horizons += static_cast<uint64_t>(depth);
     return depth;
@@ -228,7 +240,8 @@ void Prefetcher::act(int32_t group, int32_t depth) {
     };
     for (int32_t horizon = 1; horizon <= depth; ++horizon) {
         const int32_t to = target(group, horizon);
-        planner_->add(to, horizon, horizon * layer_seconds, forecasts_[static_cast<size_t>(to)].chances, present);
+        planner_->add(to, horizon, horizon * layer_seconds, forecasts_[static_cast<size_t>(to)].chances,
+                      present);
     }
     const policy::LinkState link = {.bytes_per_second = engine_.reader_->bandwidth(),
                                     .queued_bytes = static_cast<double>(engine_.reader_->bytes_waiting()),

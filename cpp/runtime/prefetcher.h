@@ -2,9 +2,10 @@
 // the reads that can finish before their layers start. Chances, depth, choice and whether it pays are decided
 // by policy/; what is measured (time, bandwidth) and what is done (slots, reads) is here.
 //
-// Thread: on_call() from the compute threads, after LayerCall::begin; one at a time through a lock of its own,
-// the Engine's lock inside it for what it does to the pool. Nothing blocks. Cost: policy's and the heads',
-// nothing where every expert is in memory. Errors: none; a prefetch that fails is read again on demand.
+// Thread: on_call() from the compute threads, after LayerCall::begin; one at a time through a lock of its
+// own, the Engine's lock inside it for what it does to the pool. Nothing blocks. Cost: policy's and the
+// heads', nothing where every expert is in memory. Errors: none; a prefetch that fails is read again on
+// demand.
 #pragma once
 
 #include "compute/router_heads.h"
@@ -37,14 +38,14 @@ struct PrefetchOptions {
 
 /// What predicting has come to, since the last reset.
 struct PrefetchCounters {
-    uint64_t calls = 0;     ///< layer calls that were predicted from
-    uint64_t horizons = 0;  ///< layers that were predicted, of all calls
-    uint64_t expected = 0;  ///< experts of the top-k predicted for the next layer
-    uint64_t correct = 0;   ///< of these, routed to
-    double seconds = 0.0;   ///< compute-thread time of predicting and planning
-    bool on = false;        ///< now
-    double saving = 0.0;    ///< measured share of a pass's time; below zero: it costs
-    uint64_t switches = 0;  ///< turned on or off
+    uint64_t calls = 0;    ///< layer calls that were predicted from
+    uint64_t horizons = 0; ///< layers that were predicted, of all calls
+    uint64_t expected = 0; ///< experts of the top-k predicted for the next layer
+    uint64_t correct = 0;  ///< of these, routed to
+    double seconds = 0.0;  ///< compute-thread time of predicting and planning
+    bool on = false;       ///< now
+    double saving = 0.0;   ///< measured share of a pass's time; below zero: it costs
+    uint64_t switches = 0; ///< turned on or off
 };
 
 class Prefetcher {
@@ -86,7 +87,9 @@ class Prefetcher {
                                                 std::span<const int32_t> ids);
     void act(int32_t group, int32_t depth);
     void take_back();
-    [[nodiscard]] int32_t target(int32_t group, int32_t horizon) const { return (group + horizon) % n_groups_; }
+    [[nodiscard]] int32_t target(int32_t group, int32_t horizon) const {
+        return (group + horizon) % n_groups_;
+    }
 
     Engine &engine_;
     HeadSet heads_;
@@ -106,11 +109,11 @@ class Prefetcher {
     policy::BenefitMeter meter_;
     PrefetchClock clock_;
     PrefetchCounters counters_;
-    std::vector<Forecast> forecasts_;          ///< by group
-    std::vector<std::vector<int32_t>> last_;   ///< by group: the experts of its last call's last token
-    std::vector<Queued> queued_; ///< submitted and not known to be read
+    std::vector<Forecast> forecasts_;        ///< by group
+    std::vector<std::vector<int32_t>> last_; ///< by group: the experts of its last call's last token
+    std::vector<Queued> queued_;             ///< submitted and not known to be read
     std::vector<Queued> taken_back_;
-    std::vector<float> scores_;                ///< [max_rows][n_experts]
+    std::vector<float> scores_; ///< [max_rows][n_experts]
     std::vector<float> scratch_;
     uint64_t seen_missed_ = 0, seen_ready_ = 0, seen_late_ = 0, seen_wasted_ = 0;
 };

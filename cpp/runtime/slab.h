@@ -64,7 +64,7 @@ class Part final : public Completion {
 
 struct Slab {
     int32_t slot = -1;
-    int32_t pins = 0; ///< layer calls that need it now
+    int32_t pins = 0;   ///< layer calls that need it now
     bool ahead = false; ///< prefetched, and not used since
     std::array<Part, max_parts> parts;
 

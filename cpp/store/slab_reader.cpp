@@ -171,7 +171,8 @@ void SlabReader::account(const ReadRequest &request, bool prefetch, const Status
     if (status.ok()) {
         counters_.bytes += request.to.size();
         counters_.prefetched += prefetch ? request.to.size() : 0;
-        constexpr double memory = 256.0 * (1 << 20); // bytes after which a measurement has lost 63 % of its weight
+        constexpr double memory =
+            256.0 * (1 << 20); // bytes after which a measurement has lost 63 % of its weight
         const double keep = std::exp(-bytes / memory);
         window_bytes_ = window_bytes_ * keep + bytes;
         window_seconds_ = window_seconds_ * keep + (ended - measured_until_);

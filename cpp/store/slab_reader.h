@@ -1,8 +1,8 @@
 // Asynchronous reads of expert bytes: two queues, demand before prefetch, served by a few blocking threads.
 //
-// A prefetch that has begun is not interrupted, so only `prefetch_in_flight` of them run at once: a demand read
-// shares the disk with those at most. One that waits can be withdrawn or, when a layer turns out to need it,
-// made a demand read.
+// A prefetch that has begun is not interrupted, so only `prefetch_in_flight` of them run at once: a demand
+// read shares the disk with those at most. One that waits can be withdrawn or, when a layer turns out to need
+// it, made a demand read.
 //
 // With direct files a read covers whole aligned units, so it also writes up to alignment()-1 bytes before and
 // after its destination: the caller leaves that room. A destination whose address does not agree with the
@@ -61,7 +61,7 @@ class SlabReader {
   public:
     struct Options {
         int32_t n_threads = 0;             ///< reads in flight; 0 tries a few numbers and keeps the best
-        int32_t prefetch_in_flight = 4;    ///< of these, prefetches at most
+        int32_t prefetch_in_flight = 2;    ///< of these, prefetches at most
         bool direct = true;                ///< try O_DIRECT
         size_t max_read = size_t{4} << 20; ///< bytes per system call
         std::shared_ptr<FileOps> ops;      ///< null: the real ones

@@ -201,7 +201,9 @@ TEST(waiting_prefetches_can_be_promoted_and_withdrawn) {
         f.reader->submit({0, 0, std::span(to).subspan(100 * i, 10 * i), &waiters[i]}, Priority::prefetch);
     }
     CHECK_EQ(f.reader->bytes_waiting(), 61u);
-    const auto withdraw = [&](std::vector<const spice::Completion *> which) { return f.reader->withdraw(which); };
+    const auto withdraw = [&](std::vector<const spice::Completion *> which) {
+        return f.reader->withdraw(which);
+    };
     CHECK(!withdraw({&waiters[0], &waiters[1]})); // the first was begun: all or nothing
     CHECK(withdraw({&waiters[1]}));
     CHECK(!withdraw({&waiters[1]}));
