@@ -1,7 +1,7 @@
 """Runs a text through a model in SPICE and hands out what each MoE layer read and chose, chunk by chunk.
 
-Each chunk is a sequence of its own, from an empty context, evaluated with an output for every token: of tokens
-without one, llama.cpp leaves out the last layer's experts.
+Each chunk is a sequence of its own, from an empty context, evaluated with an output for every token: of
+tokens without one, llama.cpp leaves out the last layer's experts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def cut(llm: Llama, ids: Sequence[int], size: int) -> list[list[int]]:
 def run(llm: Llama, pieces: Sequence[Sequence[int]]) -> Iterator[Chunk]:
     """Evaluate each piece and yield what its layers did.
 
-    Raises SpiceError subclasses as `Llama.eval` does; SpiceUnsupportedError if SPICE does not run the experts.
+    Raises SpiceError subclasses as `Llama.eval` does; SpiceUnsupportedError if SPICE does not run the
+    experts.
     """
     if llm.spice.plan.mode != "spice":
         raise SpiceUnsupportedError(f"there are no routed experts to watch: {llm.spice.plan.reason}")

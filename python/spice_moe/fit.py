@@ -4,11 +4,11 @@
 
     report = fit.fit("model.gguf", {"book.txt": text}, "model.spice.gguf")
 
-One pass over the text (several if the sums of all layers do not fit `memory`) evaluates it in chunks and adds up
-what a ridge regression needs (`fit_stats`); `fit_solve` makes candidates from the sums; rows held out for the
-choice pick the best one for each layer and horizon, and the training-free head (the target's own router on the
-present hidden state) stays where none is better. The recall that is reported comes from a third part of the
-text, through the very C++ heads that will run.
+One pass over the text (several if the sums of all layers do not fit `memory`) evaluates it in chunks and adds
+up what a ridge regression needs (`fit_stats`); `fit_solve` makes candidates from the sums; rows held out for
+the choice pick the best one for each layer and horizon, and the training-free head (the target's own router
+on the present hidden state) stays where none is better. The recall that is reported comes from a third part
+of the text, through the very C++ heads that will run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy as np
 from . import _core, capture, fit_solve, sidecar
 from .budget import Budget
 from .errors import SpiceUnsupportedError
+from .fit_recall import KINDS, Chooser, Recall, count, share
 from .fit_stats import Floats, Ids, MomentSums, Router, indicators, shifted
 from .llama import Llama
 
-KINDS = ("adapter", "draft")
 RANK = 64
 FULL_UP_TO = 128  #: experts up to which a draft is a full map; beyond, router plus rank 64 is smaller
 LEAST_CHUNKS = 10
@@ -40,8 +40,9 @@ Progress = Callable[[float], object]
 
 @dataclass(frozen=True)
 class FitOptions:
-    """horizons: MoE layers ahead, 1 to 16. chunk: tokens of one sequence. tokens: of the text to use, 0 for all.
-    memory: bytes for the sums. expert_used: experts per token, 0 for the model's own. n_threads: 0 for all."""
+    """horizons: MoE layers ahead, 1 to 16. chunk: tokens of one sequence. tokens: of the text to use, 0 for
+    all. memory: bytes for the sums. expert_used: experts per token, 0 for the model's own. n_threads: 0 for
+    all cores."""
 
     horizons: int = 6
     chunk: int = 256
@@ -58,57 +59,6 @@ class FitOptions:
             raise ValueError(f"chunk must be at least 2 tokens, not {self.chunk}")
         if self.memory < 1 << 20:
             raise ValueError(f"memory must be at least 1 MiB, not {self.memory} bytes")
-
-
-@dataclass
-class Recall:
-    """Hits and chances of a top-k prediction, by kind, horizon and layer of the target."""
-
-    hits: dict[tuple[str, int, int], int] = field(default_factory=dict)
-    total: dict[tuple[str, int, int], int] = field(default_factory=dict)
-
-    def add(self, kind: str, horizon: int, layer: int, predicted: Ids, ids: Ids) -> None:
-        """Count which of `ids` [rows, k] are in `predicted` [rows, k]."""
-        key = (kind, horizon, layer)
-        right = int((predicted[:, :, None] == ids[:, None, :]).any(axis=1).sum())
-        self.hits[key] = self.hits.get(key, 0) + right
-        self.total[key] = self.total.get(key, 0) + ids.size
-
-    def of(self, kind: str, horizon: int, layer: int | None = None) -> float | None:
-        """The share found, over all layers or of one; None when nothing was predicted."""
-        keys = [k for k in self.total if k[0] == kind and k[1] == horizon and layer in (None, k[2])]
-        total = sum(self.total[k] for k in keys)
-        return sum(self.hits[k] for k in keys) / total if total else None
-
-    def table(self, kinds: Sequence[str], horizons: int) -> dict[str, list[float | None]]:
-        """By kind: one number per horizon."""
-        return {kind: [self.of(kind, h) for h in range(1, horizons + 1)] for kind in kinds}
-
-
-class Chooser:
-    """Top-k choices of a model's gating from raw scores."""
-
-    def __init__(self, heads: Any) -> None:
-        g = heads.gating
-        self.top_k: int = g["top_k"]
-        self._gating = {
-            "activation": {"softmax_chosen": "none"}.get(g["kind"], g["kind"]),
-            "n_expert_groups": g["n_groups"],
-            "n_groups_used": g["n_groups_used"],
-        }
-        self._grouped = g["n_groups"] > 1
-
-    def by_order(self, router: Router) -> bool:
-        """Whether nothing but the order of a row's scores decides."""
-        return router.selection_bias.size == 0 and not self._grouped
-
-    def __call__(self, scores: Floats, router: Router) -> Ids:
-        """[rows, top_k] expert ids, best first."""
-        ranked = _core.policy.ranking_scores(
-            np.ascontiguousarray(scores, np.float32), selection_bias=router.selection_bias, **self._gating
-        )
-        order = np.argsort(-ranked, axis=1, kind="stable")
-        return order[:, : min(self.top_k, order.shape[1])].astype(np.int32)
 
 
 @dataclass
@@ -148,8 +98,11 @@ def fit(
         raise SpiceUnsupportedError(f"{os.fspath(model)}: nothing can be fitted: {why}")
     chooser = Chooser(heads)
     step = _Steps(progress)
-    with contextlib.closing(_open(model, options)) as llm:
-        split, used = _split(llm, texts, options)
+    with contextlib.closing(open_model(model, options)) as llm:
+        # Of the rows for the choice, the inputs of all layers are kept, as F16.
+        row_bytes = sum(2 * r.weight.shape[1] + 4 * chooser.top_k for r in routers.values())
+        most_rows = min(_MOST_CHOICE_ROWS, options.memory // 4 // row_bytes)
+        split, used = _split(llm, texts, options, most_rows)
         groups = [g for g in routers if pairs[g]]
         passes = _passes(groups, routers, pairs, options.memory)
         step.plan(len(passes) * len(split.fit) + len(split.choose) + len(split.report), len(groups))
@@ -218,7 +171,8 @@ class _Steps:
             self._report(1.0)
 
 
-def _open(model: str | os.PathLike[str], options: FitOptions) -> Llama:
+def open_model(model: str | os.PathLike[str], options: FitOptions) -> Llama:
+    """The model in SPICE, with a context of one chunk. Raises what `Llama` raises."""
     arguments: dict[str, Any] = {}
     if options.expert_used:
         arch = _core.Model(os.fspath(model)).summary()["architecture"]
@@ -235,17 +189,17 @@ def _open(model: str | os.PathLike[str], options: FitOptions) -> Llama:
     )
 
 
-def _split(llm: Llama, texts: Mapping[str, str], options: FitOptions) -> tuple[_Split, int]:
-    """Every text in three contiguous blocks, so that each kind of text is in each part; and the tokens used."""
+def _split(llm: Llama, texts: Mapping[str, str], options: FitOptions, most_rows: int) -> tuple[_Split, int]:
+    """Every text in three contiguous blocks, so that each kind is in each part; and the tokens used."""
     ids = {name: capture.tokenize(llm, text) for name, text in texts.items()}
     total = sum(map(len, ids.values()))
-    share = min(1.0, options.tokens / total) if options.tokens and total else 1.0
+    part = min(1.0, options.tokens / total) if options.tokens and total else 1.0
     out, used, chunk = _Split(), 0, options.chunk
     # Short texts in shorter chunks, rather than not at all.
-    while chunk > 16 and sum(int(len(v) * share) // chunk for v in ids.values()) < LEAST_CHUNKS:
+    while chunk > 16 and sum(int(len(v) * part) // chunk for v in ids.values()) < LEAST_CHUNKS:
         chunk //= 2
     for tokens in ids.values():
-        pieces = [p for p in capture.cut(llm, tokens[: int(len(tokens) * share)], chunk) if len(p) > 1]
+        pieces = [p for p in capture.cut(llm, tokens[: int(len(tokens) * part)], chunk) if len(p) > 1]
         used += sum(map(len, pieces))
         report = max(1, round(len(pieces) * _REPORT)) if len(pieces) > 2 else 0
         choose = max(1, round(len(pieces) * _CHOOSE)) if len(pieces) > 2 else 0
@@ -254,7 +208,7 @@ def _split(llm: Llama, texts: Mapping[str, str], options: FitOptions) -> tuple[_
         out.choose += pieces[end : end + choose]
         out.report += pieces[end + choose :]
     rows = np.cumsum([len(p) for p in out.choose])
-    kept = int(np.searchsorted(rows, _MOST_CHOICE_ROWS)) + 1
+    kept = int(np.searchsorted(rows, most_rows, side="right")) or 1
     out.fit += out.choose[kept:]
     del out.choose[kept:]
     if len(out.fit) < LEAST_CHUNKS - 2 or not out.choose or not out.report:
@@ -280,7 +234,7 @@ def _passes(
 
 
 class _Held:
-    """The chunks held out for the choice: inputs as F16, ids, by layer; row 0 of a chunk has no predecessor."""
+    """The chunks held out for the choice: inputs as F16, and ids, by layer."""
 
     def __init__(self, chunks: Iterator[capture.Chunk], step: _Steps) -> None:
         self.chunks: list[tuple[dict[int, Any], dict[int, Ids]]] = []
@@ -289,7 +243,8 @@ class _Held:
             step()
 
     def rows(self, present: Router, target: Router) -> tuple[Floats, Floats, Floats, Ids] | None:
-        """Inputs and indicators of the present layer, of the target's previous token, and the target's ids."""
+        """Inputs and indicators of the present layer, indicators of the target's previous token (none for a
+        chunk's first), and the target's ids."""
         parts = [
             (
                 hidden[present.layer].astype(np.float32),
@@ -351,7 +306,7 @@ def _choose(sums: MomentSums, held: _Held, chooser: Chooser) -> list[sidecar.Hea
             continue
         target = sums.targets[horizon]
         router, constant = target.seen_from(sums.present)
-        frozen = _share(chooser(found[0] @ router.T + constant, target), found[3])
+        frozen = share(chooser(found[0] @ router.T + constant, target), found[3])
         for kind in KINDS:
             best[kind, horizon] = _Best(frozen)
     for kind, candidates in (("draft", fit_solve.drafts(sums)), ("adapter", fit_solve.adapters(sums))):
@@ -364,9 +319,9 @@ def _choose(sums: MomentSums, held: _Held, chooser: Chooser) -> list[sidecar.Hea
                 continue
             head, scored = form
             target = sums.targets[candidate.horizon]
-            share = _share(chooser(scored.scores(*found[:3]), target), found[3])
-            if np.isfinite(scored.full).all() and share > now.recall:
-                best[kind, candidate.horizon] = _Best(share, head)
+            found_share = share(chooser(scored.scores(*found[:3]), target), found[3])
+            if np.isfinite(scored.full).all() and found_share > now.recall:
+                best[kind, candidate.horizon] = _Best(found_share, head)
     return [b.head for b in best.values() if b.head is not None]
 
 
@@ -394,10 +349,6 @@ def _as_head(
     return sidecar.Head(*place, a=a, b=b, present=low.present, previous=low.previous, bias=bias), low
 
 
-def _share(predicted: Ids, ids: Ids) -> float:
-    return float((predicted[:, :, None] == ids[:, None, :]).any(axis=1).mean())
-
-
 def _measure(
     model: str | os.PathLike[str],
     file: Path,
@@ -423,26 +374,3 @@ def _measure(
                 count(recall, heads, routers, chooser, chunk, group, horizon)
         step()
     return recall
-
-
-def count(
-    recall: Recall,
-    heads: Any,
-    routers: Mapping[int, Router],
-    chooser: Chooser,
-    chunk: capture.Chunk,
-    group: int,
-    horizon: int,
-) -> None:
-    """Add one chunk's predictions of group + horizon from `group`, of every kind that the heads have."""
-    present, target = routers[group], routers[group + horizon]
-    if present.layer not in chunk.hidden or target.layer not in chunk.ids:
-        return
-    ids = chunk.ids[target.layer]
-    previous = np.concatenate([np.full_like(ids[:1], -1), ids[:-1]])
-    for kind in ("training-free", *KINDS):
-        scores = heads.scores(
-            kind, group, horizon, chunk.hidden[present.layer], chunk.ids[present.layer], previous
-        )
-        if scores is not None:
-            recall.add(kind, horizon, target.layer, chooser(scores, target), ids)

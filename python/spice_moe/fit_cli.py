@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, budget, cli, fit, sidecar
+from . import __version__, budget, cli, fit, fit_recall
 from .loading import ProgressBar
 from .plan import format_bytes
 
@@ -66,7 +66,7 @@ def describe(report: dict[str, Any]) -> str:
     ]
     table = report["recall"]
     for horizon in range(report["horizons"]):
-        row = [table[kind][horizon] for kind in ("training-free", *fit.KINDS)]
+        row = [table[kind][horizon] for kind in ("training-free", *fit_recall.KINDS)]
         if row[0] is not None:
             cells = [f"{'-' if value is None else format(value, '.3f'):>9}" for value in row]
             lines.append(f"  {horizon + 1:>12}   {cells[0]:>13} {cells[1]} {cells[2]}")

@@ -1,8 +1,9 @@
-"""Streaming sums for fitting prediction heads: what a ridge regression needs, in memory that text does not grow.
+"""Streaming sums for fitting prediction heads: what a ridge regression needs, however long the text.
 
 For one present layer with inputs h [rows, width] and routed experts p (indicators), and for each horizon with
-the previous token's experts of the target layer q (indicators) and targets T, the sums are those of the normal
-equations of  T ~ [h, p, 1, q]. The target's router is known, so its true logits are computed from what it read.
+the previous token's experts of the target layer q (indicators) and targets T, the sums are those of the
+normal equations of  T ~ [h, p, 1, q]. The target's router is known, so its true logits are computed from what
+it read.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _TINY = 1e-3  # of a norm's root mean square; as in cpp/compute/router_heads.cpp
 
 @dataclass(frozen=True)
 class Router:
-    """One layer's router: logits = weight (x * scale + shift) + bias, of the normalised stream x; the experts
-    read x * input_scale + input_shift. weight: [n_out, width]; scales and shifts: [width]; biases: [n_out]."""
+    """One layer's router: logits = weight (x * scale + shift) + bias, of the normalised stream x; the
+    experts read x * input_scale + input_shift. weight: [n_out, width]; scales and shifts: [width]; biases:
+    [n_out]."""
 
     layer: int
     weight: Floats
@@ -90,8 +92,8 @@ def centred(values: Floats, wanted: bool) -> Floats:
 
 @dataclass
 class HorizonSums:
-    """Sums of one horizon, next to the x of its MomentSums: targets are [T | M | S] of n_out columns each: true
-    logits minus training-free ones, membership of the top k, training-free scores."""
+    """Sums of one horizon, next to the x of its MomentSums: targets are [T | M | S] of n_out columns each:
+    true logits minus training-free ones, membership of the top k, training-free scores."""
 
     xq: Sums  # [x, n_out]
     qq: Sums  # [n_out, n_out]
