@@ -163,8 +163,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for path in options.text:
             ids += capture.tokenize(llm, path.read_text(encoding="utf-8", errors="replace"))
         pieces = capture.cut(llm, ids[: options.tokens or None], options.chunk)
-        for chunk in capture.run(llm, [p for p in pieces if len(p) > 1]):
-            bench.add(chunk)
+        with contextlib.closing(capture.run(llm, [p for p in pieces if len(p) > 1])) as chunks:
+            for chunk in chunks:
+                bench.add(chunk)
     return {
         "config": {
             "model": str(options.model),

@@ -45,7 +45,7 @@ def cut(llm: Llama, ids: Sequence[int], size: int) -> list[list[int]]:
 
 
 def run(llm: Llama, pieces: Sequence[Sequence[int]]) -> Iterator[Chunk]:
-    """Evaluate each piece and yield what its layers did.
+    """Evaluate each piece and yield what its layers did. Close it (contextlib.closing) before the model.
 
     Raises SpiceError subclasses as `Llama.eval` does; SpiceUnsupportedError if SPICE does not run the
     experts.

@@ -106,7 +106,8 @@ def fit(
         groups = [g for g in routers if pairs[g]]
         passes = _passes(groups, routers, pairs, options.memory)
         step.plan(len(passes) * len(split.fit) + len(split.choose) + len(split.report), len(groups))
-        held = _Held(capture.run(llm, split.choose), step)
+        with contextlib.closing(capture.run(llm, split.choose)) as chunks:
+            held = _Held(chunks, step)
         fitted: list[sidecar.Head] = []
         for part in passes:
             fitted += _fit_pass(llm, part, routers, pairs, split.fit, held, chooser, step)
@@ -277,12 +278,13 @@ def _fit_pass(
         targets = {h: routers[group + h] for h in pairs[group]}
         centre = all(chooser.by_order(t) for t in targets.values())
         sums[group] = MomentSums(routers[group], targets, centre)
-    for chunk in capture.run(llm, pieces):
-        for group in groups:
-            needed = [routers[group].layer, *(t.layer for t in sums[group].targets.values())]
-            if all(layer in chunk.hidden for layer in needed):
-                sums[group].add(chunk.hidden, chunk.ids)
-        step()
+    with contextlib.closing(capture.run(llm, pieces)) as chunks:
+        for chunk in chunks:
+            for group in groups:
+                needed = [routers[group].layer, *(t.layer for t in sums[group].targets.values())]
+                if all(layer in chunk.hidden for layer in needed):
+                    sums[group].add(chunk.hidden, chunk.ids)
+            step()
     heads: list[sidecar.Head] = []
     for group in groups:
         if sums[group].rows:
@@ -368,9 +370,10 @@ def _measure(
         max_horizon=options.horizons,
     )
     recall = Recall()
-    for chunk in capture.run(llm, pieces):
-        for group, horizons in pairs.items():
-            for horizon in horizons:
-                count(recall, heads, routers, chooser, chunk, group, horizon)
-        step()
+    with contextlib.closing(capture.run(llm, pieces)) as chunks:
+        for chunk in chunks:
+            for group, horizons in pairs.items():
+                for horizon in horizons:
+                    count(recall, heads, routers, chooser, chunk, group, horizon)
+            step()
     return recall
