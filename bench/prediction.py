@@ -157,7 +157,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         max_horizon=HORIZONS,
     )
     bench = Bench(heads, options.predictors, options.skip)
-    used = fit.FitOptions(chunk=options.chunk, expert_used=options.experts_used, n_threads=options.threads)
+    used = fit.FitOptions(
+        chunk=options.chunk,
+        expert_used=options.experts_used,
+        n_threads=options.threads,
+        ram_budget=options.ram,
+    )
     with contextlib.closing(fit.open_model(options.model, used)) as llm:
         ids: list[int] = []
         for path in options.text:
@@ -214,6 +219,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--skip", type=int, default=32, help="tokens of a sequence that predictors only learn from")
     add("--experts-used", type=int, default=0, help="experts per token; 0: the model's own number")
     add("--threads", type=int, default=0, help="0: all cores")
+    add("--ram", default="auto", help="memory for experts, as in spice-run; changes no result")
     add("--like", help="the planted model's name, to print its plan's recall")
     add("--by-layer", action="store_true", help="print each layer, too")
     add("--json", action="store_true", help="print JSON")
