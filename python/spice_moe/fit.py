@@ -41,8 +41,9 @@ Progress = Callable[[float], object]
 @dataclass(frozen=True)
 class FitOptions:
     """horizons: MoE layers ahead, 1 to 16. chunk: tokens of one sequence. tokens: of the text to use, 0 for
-    all. memory: bytes for the sums. expert_used: experts per token, 0 for the model's own. n_threads: 0 for
-    all cores."""
+    all. memory: bytes for the sums (each layer's grow with the square of its width, not with the text); a
+    quarter as much again for inputs that the choice is made on. expert_used: experts per token, 0 for the
+    model's own. n_threads: 0 for all cores. ram_budget: for experts, as in `Llama`."""
 
     horizons: int = 6
     chunk: int = 256
@@ -85,6 +86,7 @@ def fit(
     `Llama` raises. No file is written then, nor when interrupted.
     """
     options = options or FitOptions()
+    sidecar.writer_package()  # now, not after the work
     output = sidecar.default_path(model) if output is None else Path(output)
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"no such folder: {output.absolute().parent}")

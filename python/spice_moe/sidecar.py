@@ -48,6 +48,15 @@ def default_path(model: str | os.PathLike[str]) -> Path:
     return path.with_name(path.name.removesuffix(".gguf") + ".spice.gguf")
 
 
+def writer_package() -> Any:
+    """The package `gguf`, which only writing needs. Raises SpiceError, with the remedy, without it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise SpiceError("writing a sidecar needs the package gguf; pip install gguf") from error
+    return gguf
+
+
 def write(
     path: str | os.PathLike[str],
     *,
@@ -61,10 +70,7 @@ def write(
     facts: further header values under `spice.`: numbers, strings, and lists of numbers or strings.
     Raises SpiceError without the package `gguf`, OSError if the file cannot be written.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise SpiceError("writing a sidecar needs the package gguf: pip install 'spice-moe[fit]'") from error
+    gguf = writer_package()
     path = Path(path)
     part = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(part, ARCHITECTURE)

@@ -127,6 +127,12 @@ def test_what_cannot_be_fitted(tiny_model: ModelMaker, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["dense.gguf"]
 
 
+def test_without_the_package_that_writes_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(SpiceError, match="pip install gguf"):
+        fit.fit("no-such-model.gguf", {"t": WORDS})
+
+
 def test_an_interruption_leaves_no_file(tmp_path: Path) -> None:
     def stop(fraction: float) -> None:
         if fraction > 0.5:
