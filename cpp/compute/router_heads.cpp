@@ -91,7 +91,6 @@ Status FrozenRouters::add(int32_t group, int64_t n_embd, int32_t n_out, const Ro
     g.n_embd = n_embd;
     g.n_out = n_out;
     g.weight = PackedRows(rows.weight, n_embd);
-    g.unit_rms = rows.unit_rms;
     const auto copy = [](std::span<const float> v) { return std::vector<float>(v.begin(), v.end()); };
     g.bias = copy(rows.bias);
     g.input_shift = copy(rows.input_shift);
@@ -136,12 +135,6 @@ void FrozenRouters::rescale(int32_t present, int32_t target, std::span<const flo
     }
     if (!from.inverse.empty()) {
         for (size_t i = 0; i < n; ++i) u[i] *= from.inverse[i];
-    }
-    if (from.unit_rms) {
-        double square = 0.0;
-        for (size_t i = 0; i < n; ++i) square += static_cast<double>(u[i]) * u[i];
-        const auto factor = static_cast<float>(1.0 / std::sqrt(square / static_cast<double>(n) + 1e-12));
-        for (size_t i = 0; i < n; ++i) u[i] *= factor;
     }
     if (!to.router_scale.empty()) {
         for (size_t i = 0; i < n; ++i) u[i] *= to.router_scale[i];

@@ -62,10 +62,10 @@ class AddedRows {
 
 /// One group's router, as spans over the caller's floats. Empty spans: absent (scales 1, shifts and bias 0).
 struct RouterRows {
-    std::span<const float> weight;                                               ///< [n_out][n_embd]
-    std::span<const float> bias;                                                 ///< [n_out]
-    std::span<const float> input_scale, input_shift, router_scale, router_shift; ///< [n_embd]
-    bool unit_rms = false; ///< h has an unknown positive factor: bring h / in_scale to a mean square of 1
+    std::span<const float> weight = {}; ///< [n_out][n_embd]
+    std::span<const float> bias = {};   ///< [n_out]
+    std::span<const float> input_scale = {}, input_shift = {}, router_scale = {},
+                           router_shift = {}; ///< [n_embd]
 };
 
 class FrozenRouters {
@@ -91,19 +91,18 @@ class FrozenRouters {
         int32_t n_out = 0;
         PackedRows weight;
         std::vector<float> bias, inverse, input_shift, router_scale, router_shift;
-        bool unit_rms = false;
     };
     std::vector<Group> groups_;
 };
 
 /// The parts of a fitted head, as spans over the caller's floats; empty: absent.
 struct HeadParts {
-    std::span<const float> full;     ///< [n_out][n_embd]
-    std::span<const float> a;        ///< [rank][n_embd]
-    std::span<const float> b;        ///< [rank][n_out]
-    std::span<const float> present;  ///< [experts of the present group][n_out]
-    std::span<const float> previous; ///< [n_out][n_out]
-    std::span<const float> bias;     ///< [n_out]
+    std::span<const float> full = {};     ///< [n_out][n_embd]
+    std::span<const float> a = {};        ///< [rank][n_embd]
+    std::span<const float> b = {};        ///< [rank][n_out]
+    std::span<const float> present = {};  ///< [experts of the present group][n_out]
+    std::span<const float> previous = {}; ///< [n_out][n_out]
+    std::span<const float> bias = {};     ///< [n_out]
 };
 
 class RouterHeads;

@@ -30,8 +30,7 @@ std::shared_ptr<FrozenRouters> read_all(const GgufModel &model, const RouterSet 
                                    .input_scale = data.input_scale,
                                    .input_shift = data.input_shift,
                                    .router_scale = data.router_scale,
-                                   .router_shift = data.router_shift,
-                                   .unit_rms = info.unit_rms});
+                                   .router_shift = data.router_shift});
             if (status.ok()) out.selection_bias[g] = data.selection_bias;
         }
         any = any || status.ok();

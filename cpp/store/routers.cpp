@@ -83,8 +83,12 @@ class Finder {
     std::string fill(RouterInfo &info) const {
         const GgufTensor *weight = at(info, "ffn_gate_inp.weight");
         if (weight == nullptr) return "it has no ffn_gate_inp.weight";
+        if (arch_ == "llama4") return "its experts read their input times the gate weight";
         if (at(info, "ffn_gate_tid2eid.weight") != nullptr)
             return "its experts follow from the token's number";
+        for (const char *down : {"ffn_latent_down.weight", "ffn_routed_down.weight"}) {
+            if (at(info, down) != nullptr) return "its experts read a projection of what its router reads";
+        }
         if (weight->shape[0] != info.n_embd) {
             return "its router reads " + std::to_string(weight->shape[0]) + " values, its experts " +
                    std::to_string(info.n_embd);
@@ -134,7 +138,6 @@ class Finder {
             break;
         }
         if (arch_ == "smallthinker") info.router_scale = info.router_shift = nullptr;
-        info.unit_rms = arch_ == "llama4";
     }
 
     const GgufModel &model_;

@@ -9,10 +9,11 @@
 // The scores of a group are   logits = W (x * router_scale + router_shift) + b,   with x the normalised
 // residual stream; the routed experts' input, which is what SPICE sees, is h = x * input_scale + input_shift.
 // In nearly all architectures both scales are the same FFN norm. Exceptions: gemma4 (the router has a scale
-// of its own), smallthinker (reads the stream without a norm, before attention: positive factor unknown, so
-// only the order of scores is meaningful), llama4 (h carries the gate weight: `unit_rms` removes it),
-// architectures that normalise after the addition (bert family, minimax-01: no rescaling is known to be
-// right).
+// of its own), smallthinker (reads the stream without a norm, before attention: its scores have an unknown
+// positive factor, only their order is meaningful), the bert family and minimax-01 (they normalise after the
+// addition: no rescaling is known to be right). No router: grovemoe (two banks), kimi-k3 and nemotron_h_moe
+// with latent experts (the router reads what the experts do not), llama4 (the experts read their input times
+// the gate weight), layers of deepseek4 that choose by the token's number, layers for a second token.
 //
 // Thread: any. read_router blocks on disk. Errors: those of read_floats.
 #pragma once
@@ -57,7 +58,6 @@ struct RouterInfo {
     const GgufTensor *router_scale = nullptr; ///< null while input_scale is not: all ones
     const GgufTensor *router_shift = nullptr;
     float router_factor = 1.0f; ///< on router_scale
-    bool unit_rms = false;      ///< h carries an unknown positive factor: bring x to a mean square of 1
 };
 
 struct RouterSet {

@@ -1,0 +1,156 @@
+"""``spice-fit``: learn to predict a model's experts, from a text, into a sidecar file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__, budget, cli, fit, fit_recall
+from .loading import ProgressBar
+from .plan import format_bytes
+
+_EPILOG = """\
+examples:
+  spice-fit model.gguf --text book.txt
+  spice-fit model.gguf --text chat.txt --text code.txt -o model.spice.gguf --tokens 50000
+  spice-fit model.gguf --text book.txt --memory 1GiB --ram 4GiB --json
+
+Give text like what the model will be used for; 20,000 tokens or more, of which four fifths are fitted and a
+fifth is held out. Markers of the chat template in the text count as what they are. The sidecar works with
+this very model file only. Exit codes are those of spice-run.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
+    args = _parse(argv)
+    bar = ProgressBar("fitting")
+    started = time.monotonic()
+    try:
+        report = _run(args, bar)
+        report["seconds"] = time.monotonic() - started
+    except KeyboardInterrupt:
+        bar.close()
+        _say("interrupted; nothing was written")
+        return cli.INTERRUPTED
+    except Exception as error:
+        bar.close()
+        code = cli.USAGE if type(error) is ValueError else cli._exit_code(error)
+        if args.verbose:
+            traceback.print_exc()
+        message = cli._one_line(error)
+        _say(f"error: {message}")
+        if args.json:
+            failure = {"type": type(error).__name__, "message": message}
+            print(json.dumps({"error": failure, "exit_code": code}))
+        return code
+    bar.close()
+    print(json.dumps(report) if args.json else describe(report))
+    return cli.OK
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report for a terminal."""
+    lines = [
+        f"{report['file']}: {format_bytes(report['bytes'])}, fitted on {report['fit_tokens']} tokens "
+        f"in {report['seconds']:.0f} s",
+        f"recall of the top {report['top_k']} on {report['report_tokens']} tokens that were not fitted:",
+        "  layers ahead   training-free   adapter     draft",
+    ]
+    table = report["recall"]
+    for horizon in range(report["horizons"]):
+        row = [table[kind][horizon] for kind in ("training-free", *fit_recall.KINDS)]
+        if row[0] is not None:
+            cells = [f"{'-' if value is None else format(value, '.3f'):>9}" for value in row]
+            lines.append(f"  {horizon + 1:>12}   {cells[0]:>13} {cells[1]} {cells[2]}")
+    if report["reason"]:
+        lines.append(f"layers without a head: {report['reason']}")
+    return "\n".join(lines)
+
+
+def _run(args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
+    texts: dict[str, str] = {}
+    for path in args.text:
+        name = path.name
+        while name in texts:
+            name += "'"
+        texts[name] = path.read_text(encoding="utf-8", errors="replace")
+    options = fit.FitOptions(
+        horizons=args.horizons,
+        chunk=args.chunk,
+        tokens=args.tokens,
+        memory=args.memory,
+        expert_used=args.experts_used,
+        n_threads=args.threads,
+        ram_budget=args.ram,
+    )
+    return fit.fit(args.model, texts, args.output, options, progress=bar)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"spice-fit: {text}", file=sys.stderr, flush=True)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="spice-fit",
+        description="Learn from a text which experts a MoE model will choose, into MODEL.spice.gguf.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="the model, a .gguf file")
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path, action="append", required=True,
+        help="a UTF-8 text; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", type=Path, help="the file to write (default: MODEL.spice.gguf)"
+    )
+    parser.add_argument("--tokens", metavar="N", type=_count, default=0, help="use N tokens of the text")
+    parser.add_argument(
+        "--horizons", metavar="N", type=_count, default=6, help="MoE layers to look ahead (default 6)"
+    )
+    parser.add_argument(
+        "--chunk", metavar="N", type=_count, default=256,
+        help="evaluate the text in sequences of N tokens, each from an empty context (default 256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory", metavar="SIZE", type=_size, default=2 << 30,
+        help="for the sums; layers that do not fit are fitted in further passes over the text (default 2GiB)",
+    )  # fmt: skip
+    parser.add_argument("--ram", metavar="SIZE", default="auto", help="for experts, as in spice-run")
+    parser.add_argument(
+        "--experts-used", metavar="K", type=_count, default=0,
+        help="experts per token (default: the model's own number); use the same when running",
+    )  # fmt: skip
+    parser.add_argument("--threads", metavar="N", type=_count, default=0, help="default: all cores")
+    parser.add_argument("--json", action="store_true", help="print a JSON report on stdout")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        return budget.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
