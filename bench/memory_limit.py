@@ -19,6 +19,7 @@ class MemoryGroup:
 
     def __init__(self, path: Path) -> None:
         self._procs = str(path / "cgroup.procs")
+        self.outside = str(path.parent / "cgroup.procs")  #: a process whose id is written there leaves
 
     def enter(self) -> None:
         """Move the calling process in. For ``preexec_fn`` of a worker."""

@@ -14,8 +14,8 @@ Each run is set against its own roofline, the time that nobody can beat who read
 
 The disk's speed is that of random direct reads of one expert's size, measured right before and right after
 each run (the mean). The times in memory come from one more run of SPICE without a limit, in which all was
-computed once before. Before it loads, each process touches as much memory as it may have and gives it back:
-the first touch of memory that a hypervisor took back costs seconds per GB, and would hit whoever comes first.
+computed once before. Before each load under a limit, that much memory is touched and given back: the first
+touch of memory that a hypervisor took back costs seconds per GB, and would hit whoever comes first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from memory_limit import CannotLimit, MemoryGroup, memory_limit
 WORKER = Path(__file__).with_name("ram_pressure_worker.py")
 GIB = 2**30
 OTHER_NEEDS = GIB  # what a process takes beside the weights: contexts, buffers, Python
-UNTOUCHED = 512 * 2**20  # of the limit: what the process holds before it loads
 
 Job = dict[str, Any]
 Report = dict[str, Any]
@@ -77,7 +76,7 @@ def run(job: Job, group: MemoryGroup | None, files: Sequence[Path]) -> Report:
     """One worker process in the group (None: no limit)."""
     drop_from_page_cache(files)
     done = subprocess.run(
-        [sys.executable, str(WORKER), json.dumps(job)],
+        [sys.executable, str(WORKER), json.dumps(job | dict(outside=group and group.outside))],
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=None if group is None else group.enter,
@@ -97,7 +96,7 @@ def plan_jobs(args: argparse.Namespace) -> list[Job]:
         warm=args.warm,
         decode=args.decode,
         direct_io=not args.buffered,
-        touch=max(args.limit - UNTOUCHED, 0),
+        touch=args.limit + OTHER_NEEDS if args.limit else 0,
     )
     jobs: list[Job] = []
     if not args.no_stock:
@@ -276,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory: Report | None = None
     if not args.no_roofline:
         in_memory = next(job for job in jobs if job["kind"] == "spice") | dict(
-            budget="100%", strategy=None, twice=True, label="SPICE, all in memory"
+            budget="100%", strategy=None, twice=True, touch=0, label="SPICE, all in memory"
         )
         memory = run(in_memory, None, args.files)
         show(describe(in_memory, memory, args))

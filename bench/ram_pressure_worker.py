@@ -6,8 +6,8 @@ Prints one JSON object: seconds per task, peak resident memory, the ids that wer
 from __future__ import annotations
 
 import json
-import mmap
 import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -73,13 +73,17 @@ class Run:
             self._llm.spice.reset_stats()  # type: ignore[attr-defined]
 
 
-def touch(size: int) -> None:
-    """Take ``size`` bytes of memory and give them back, so that the system has them at hand."""
-    if size > 0:
-        with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            memory[:: mmap.PAGESIZE] = bytes(-(-size // mmap.PAGESIZE))
+# Takes memory and gives it back, outside of the group: argv is the bytes and the file that moves a process.
+TOUCH = """
+import mmap, os, sys
+size, procs = int(sys.argv[1]), sys.argv[2]
+with open(procs, "w") as file:
+    file.write(str(os.getpid()))
+with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:: mmap.PAGESIZE] = bytes(-(-size // mmap.PAGESIZE))
+"""
 
 
 def load(job: dict[str, Any]) -> llama_cpp.Llama:
@@ -94,14 +98,15 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
     return Llama(
         job["model"], ram_budget=job["budget"], strategy=job["strategy"],
         io_threads=job["io_threads"] or None,
-        direct_io=job["direct_io"], **job.get("options", {}), **options,
+        direct_io=job["direct_io"], **options,
     )  # fmt: skip
 
 
 def main() -> int:
     """Run the job of argv[1]; see the parent for its fields."""
     job: dict[str, Any] = json.loads(sys.argv[1])
-    touch(job["touch"])
+    if job["touch"]:
+        subprocess.run([sys.executable, "-c", TOUCH, str(job["touch"]), job["outside"]], check=True)
     started = time.perf_counter()
     llm = load(job)
     report: dict[str, Any] = {"load_seconds": time.perf_counter() - started}
