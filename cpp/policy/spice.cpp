@@ -21,11 +21,11 @@
 // weights are known, it is evidence of several tokens and moves `slow` faster. Calls that touch more than a
 // quarter of the experts neither teach nor ask the `after` counts.
 //
-// A pass that touches at least half of every layer, and more than the pool holds, is a scan (a prompt): which
-// slabs stay hardly changes how many hits the next scan has, but where they are does, because a layer whose
-// slabs are all there leaves the disk idle and one without any leaves the processor idle. So during a scan
-// the slab comes from the group with the most residents, the one in hand aside, and groups end with equal
-// shares.
+// A call of several tokens that touches at least half of its layer's experts, and more than the pool holds if
+// all layers do the same, belongs to a scan (a prompt). Which slabs stay then hardly changes how many hits
+// the next scan has, but where they are changes its speed: a layer whose slabs are all there leaves the disk
+// idle, one without any leaves the processor idle. So during a scan the slab comes from the group with the
+// most residents, the one in hand aside, and groups end with equal shares of the pool.
 //
 // Constants: fitted on 20 prompts of the DeepSeek-V2-Lite trace and checked on other prompts and on four
 // other models (docs/eviction.md). The optimum is flat: halving or doubling any of them costs at most 1.3 %
@@ -71,12 +71,14 @@ class Spice final : public Eviction {
     void begin_call(int32_t group, std::span<const int32_t> experts,
                     std::span<const float> weights) override {
         group_ = group;
-        scan_ = 2 * experts.size() >= n_experts_ && experts.size() * n_groups_ > n_slots_;
+        scan_ = false;
         if (experts.empty()) return;
         const size_t g = static_cast<size_t>(group);
         if (top_k_ <= 0 || static_cast<int32_t>(experts.size()) < top_k_) {
             top_k_ = static_cast<int32_t>(experts.size()); // not told: the smallest call so far
         }
+        scan_ = experts.size() > static_cast<size_t>(top_k_) && 2 * experts.size() >= n_experts_ &&
+                experts.size() * n_groups_ > n_slots_;
         learn_averages(g, experts, weights);
         learn_followers(g, experts);
         estimate(g);
