@@ -129,6 +129,7 @@ ggml_status BlockGraph::run_pending() {
 void BlockGraph::add_early() {
     for (ggml_tensor *node : early_.take(context_.get(), nodes_.subspan(turn_), nodes_)) {
         node->data = scratch(ggml_nbytes(node));
+        count_.early_nodes += 1;
         ggml_graph_add_node(pending_, node);
     }
 }

@@ -135,6 +135,7 @@ py::dict stats(const Model &m) {
     out["experts_requested"] = c.experts_requested;
     out["experts_missed"] = c.experts_missed;
     out["waves"] = c.waves;
+    out["early_nodes"] = c.early_nodes;
     out["rows_direct"] = c.rows_direct;
     out["rows_batched"] = c.rows_batched;
     out["evictions"] = c.evictions;

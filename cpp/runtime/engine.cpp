@@ -349,6 +349,7 @@ void Engine::count_graph(const GraphCount &graph) {
     counters_.matmul_nodes += graph.matmul_nodes;
     counters_.delegated_nodes += graph.delegated_nodes;
     counters_.waves += graph.waves;
+    counters_.early_nodes += graph.early_nodes;
     counters_.rows_direct += graph.rows_direct;
     counters_.rows_batched += graph.rows_batched;
 }

@@ -57,6 +57,7 @@ struct Counters {
     uint64_t delegated_nodes = 0;
     uint64_t waves = 0;
     uint64_t expert_rows = 0;
+    uint64_t early_nodes = 0;
     uint64_t rows_direct = 0;
     uint64_t rows_batched = 0;
     uint64_t experts_requested = 0;
@@ -142,7 +143,8 @@ class Engine {
     [[nodiscard]] Prefetcher *prefetcher() const { return prefetcher_.get(); }
 
     struct GraphCount {
-        uint64_t matmul_nodes = 0, delegated_nodes = 0, waves = 0, rows_direct = 0, rows_batched = 0;
+        uint64_t matmul_nodes = 0, delegated_nodes = 0, early_nodes = 0, waves = 0;
+        uint64_t rows_direct = 0, rows_batched = 0;
     };
     void count_graph(const GraphCount &graph);
     void fail(Status status); ///< keeps the status for take_error() and counts it
