@@ -98,7 +98,7 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
     return Llama(
         job["model"], ram_budget=job["budget"], strategy=job["strategy"],
         io_threads=job["io_threads"] or None,
-        direct_io=job["direct_io"], **options,
+        direct_io=job["direct_io"], preload=False, **options,
     )  # fmt: skip
 
 

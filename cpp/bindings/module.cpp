@@ -18,8 +18,8 @@
 namespace py = pybind11;
 using namespace spice;
 
-void bind_heads(py::module_ &m);  // heads_bindings.cpp
-void bind_policy(py::module_ &m); // policy_bindings.cpp
+void bind_heads(py::module_ &m);      // heads_bindings.cpp
+void bind_policy(py::module_ &m);     // policy_bindings.cpp
 void bind_prediction(py::module_ &m); // prediction_bindings.cpp
 
 namespace {
@@ -136,6 +136,7 @@ py::dict stats(const Model &m) {
     out["experts_missed"] = c.experts_missed;
     out["waves"] = c.waves;
     out["early_nodes"] = c.early_nodes;
+    out["preloaded"] = c.preloaded;
     out["rows_direct"] = c.rows_direct;
     out["rows_batched"] = c.rows_batched;
     out["evictions"] = c.evictions;
@@ -220,6 +221,13 @@ PYBIND11_MODULE(_core, m) {
             "build_pool",
             [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },
             py::arg("budget"))
+        .def(
+            "preload",
+            [](const Model &model, const std::vector<std::pair<int32_t, int32_t>> &experts) {
+                raise_if(model.engine().preload(experts));
+            },
+            py::arg("experts"))
+        .def("uses", [](const Model &model) { return model.engine().uses(); })
         .def("pool", &pool)
         .def("summary", &summary)
         .def("stats", &stats)
@@ -232,14 +240,18 @@ PYBIND11_MODULE(_core, m) {
         .def("take_capture", &take_capture)
         .def(
             "set_future", // of the predictor `replay`: [(layer, ids [tokens, top_k])], as captured
-            [](const Model &model, const std::vector<std::pair<int32_t, py::array_t<int32_t, py::array::c_style | py::array::forcecast>>> &calls,
+            [](const Model &model,
+               const std::vector<std::pair<
+                   int32_t, py::array_t<int32_t, py::array::c_style | py::array::forcecast>>> &calls,
                const std::vector<float> &recall, uint64_t seed) {
                 if (model.engine().prefetcher() == nullptr) return;
                 std::vector<policy::FutureCall> future;
                 for (const auto &[layer, ids] : calls) {
                     const int32_t group = model.engine().group_of(layer);
-                    if (group < 0 || ids.ndim() != 2) throw py::value_error("no such layer, or ids that are no [tokens, top_k]");
-                    future.push_back({group, static_cast<int32_t>(ids.shape(0)), {ids.data(), ids.data() + ids.size()}});
+                    if (group < 0 || ids.ndim() != 2)
+                        throw py::value_error("no such layer, or ids that are no [tokens, top_k]");
+                    future.push_back(
+                        {group, static_cast<int32_t>(ids.shape(0)), {ids.data(), ids.data() + ids.size()}});
                 }
                 model.engine().prefetcher()->set_future(std::move(future), recall, seed);
             },
