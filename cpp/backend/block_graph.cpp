@@ -1,6 +1,7 @@
 #include "backend/block_graph.h"
 
 #include "backend/expert_buffer.h"
+#include "backend/shared_expert.h"
 
 #include <algorithm>
 #include <cstring>
@@ -55,51 +56,45 @@ ggml_tensor *slot_weights(ggml_context *context, const ggml_tensor *original, co
     return source;
 }
 
-/// Copies rows between a tensor and a dense buffer, on every thread.
-struct RowCopies {
-    struct Copy {
-        const void *from = nullptr;
-        void *to = nullptr;
-    };
-    std::vector<Copy> copies;
-    size_t bytes = 0;
-
-    static void run(ggml_tensor *, int thread, int n_threads, void *job) {
-        const auto &self = *static_cast<const RowCopies *>(job);
-        const size_t n = self.copies.size();
-        const auto first = n * static_cast<size_t>(thread) / static_cast<size_t>(n_threads);
-        const auto last = n * static_cast<size_t>(thread + 1) / static_cast<size_t>(n_threads);
-        for (size_t i = first; i < last; ++i) std::memcpy(self.copies[i].to, self.copies[i].from, self.bytes);
-    }
-};
-
 } // namespace
+
+void RowCopies::run(ggml_tensor *, int thread, int n_threads, void *job) {
+    const auto &self = *static_cast<const RowCopies *>(job);
+    const size_t n = self.copies.size();
+    const auto first = n * static_cast<size_t>(thread) / static_cast<size_t>(n_threads);
+    const auto last = n * static_cast<size_t>(thread + 1) / static_cast<size_t>(n_threads);
+    for (size_t i = first; i < last; ++i) {
+        std::memcpy(self.copies[i].to, self.copies[i].from, self.copies[i].bytes);
+    }
+}
 
 ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
     reset();
     n_threads_ = n_threads;
-    const int n_nodes = ggml_graph_n_nodes(graph);
-    for (int i = 0; i < n_nodes; ++i)
-        count_.matmul_nodes += expert_matmul(ggml_graph_node(graph, i)) != nullptr;
-    count_.delegated_nodes = static_cast<uint64_t>(n_nodes) - count_.matmul_nodes;
+    nodes_ = {ggml_graph_nodes(graph), static_cast<size_t>(ggml_graph_n_nodes(graph))};
+    for (const ggml_tensor *node : nodes_) count_.matmul_nodes += expert_matmul(node) != nullptr;
+    const auto n_shared = static_cast<size_t>(std::ranges::count_if(nodes_, is_shared_expert_node));
+    count_.delegated_nodes = nodes_.size() - count_.matmul_nodes;
 
-    // At most two nodes for each of ours (pack, multiply), and three tensors.
-    const size_t capacity = static_cast<size_t>(n_nodes) + count_.matmul_nodes;
-    const size_t bytes =
-        ggml_graph_overhead_custom(capacity, false) + count_.matmul_nodes * 4 * ggml_tensor_overhead();
+    // At most two nodes for each of ours (pack, multiply), and three tensors; and for each of the shared
+    // expert's (the early twin, the copy of its result).
+    const size_t capacity = nodes_.size() + count_.matmul_nodes + 2 * n_shared;
+    const size_t bytes = ggml_graph_overhead_custom(capacity, false) +
+                         (count_.matmul_nodes * 4 + n_shared * 2) * ggml_tensor_overhead();
     if (arena_.size() < bytes) arena_.resize(bytes);
     context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
     if (context_ == nullptr) throw std::bad_alloc();
     pending_ = ggml_new_graph_custom(context_.get(), capacity, false);
 
     ggml_status status = GGML_STATUS_SUCCESS;
-    for (int i = 0; i < n_nodes && status == GGML_STATUS_SUCCESS; ++i) {
-        ggml_tensor *node = ggml_graph_node(graph, i);
-        const ExpertTensor *weights = expert_matmul(node);
-        if (weights == nullptr) {
-            ggml_graph_add_node(pending_, node);
-        } else {
+    for (turn_ = 0; turn_ < nodes_.size() && status == GGML_STATUS_SUCCESS; ++turn_) {
+        ggml_tensor *node = nodes_[turn_];
+        if (early_.find(node) != nullptr) {
+            add_early_results();
+        } else if (const ExpertTensor *weights = expert_matmul(node); weights != nullptr) {
             status = add_matmul(node, *weights);
+        } else {
+            ggml_graph_add_node(pending_, node);
         }
     }
     if (status == GGML_STATUS_SUCCESS) status = run_pending();
@@ -113,6 +108,8 @@ void BlockGraph::reset() {
     calls_.clear(); // unpins; waits for reads when a call ended early
     packs_.clear();
     matmuls_.clear();
+    early_.clear();
+    copies_.clear();
     scratch_used_ = 0;
     context_.reset();
     pending_ = nullptr;
@@ -127,6 +124,30 @@ ggml_status BlockGraph::run_pending() {
         if (Status failure = call.layer.failure(); !failure.ok()) return fail(std::move(failure));
     }
     return GGML_STATUS_SUCCESS;
+}
+
+void BlockGraph::add_early() {
+    for (ggml_tensor *node : early_.take(context_.get(), nodes_.subspan(turn_), nodes_)) {
+        node->data = scratch(ggml_nbytes(node));
+        count_.early_nodes += 1;
+        ggml_graph_add_node(pending_, node);
+    }
+}
+
+/// Copies for the early nodes that are next to each other from the present turn on; moves on to the last.
+void BlockGraph::add_early_results() {
+    const size_t first = turn_;
+    while (turn_ + 1 < nodes_.size() && early_.find(nodes_[turn_ + 1]) != nullptr) ++turn_;
+    RowCopies &rows = copies_.emplace_back();
+    for (const EarlyNodes::Copy &copy : early_.copies(nodes_.subspan(first, turn_ - first + 1))) {
+        const auto n = static_cast<size_t>(ggml_nrows(copy.to));
+        const size_t bytes = ggml_nbytes(copy.to) / n; // contiguous
+        for (size_t r = 0; r < n; ++r) {
+            rows.copies.push_back({static_cast<const std::byte *>(copy.from->data) + r * bytes,
+                                   static_cast<std::byte *>(copy.to->data) + r * bytes, bytes});
+        }
+    }
+    ggml_graph_add_node(pending_, custom_node(context_.get(), RowCopies::run, &rows));
 }
 
 ggml_status BlockGraph::fail(Status status) {
@@ -189,6 +210,7 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
         return fail(std::move(status));
     }
     weights.engine->routed(weights.group, router_input(node), routed);
+    if (!call.layer.streaming() && !call.layer.all_ready(weights.part)) add_early();
     call.sort_rows(routed, ids->ne[0], weights.info->n_expert);
     *out = &call;
     return GGML_STATUS_SUCCESS;
@@ -328,14 +350,12 @@ ggml_status BlockGraph::run_wave(ggml_tensor *node, const ExpertTensor &weights,
 
     RowCopies gather;
     RowCopies scatter;
-    gather.bytes = in_bytes;
-    scatter.bytes = out_bytes;
     size_t r = 0;
     for (const size_t e : wave) {
         for (uint32_t k = call.first[e]; k < call.first[e + 1]; ++k, ++r) {
             const RoutedCall::Row &row = call.rows[k];
-            gather.copies.push_back({activation(node, row.i, row.t), in + r * in_bytes});
-            scatter.copies.push_back({out + r * out_bytes, at<float>(node, row.i, row.t)});
+            gather.copies.push_back({activation(node, row.i, row.t), in + r * in_bytes, in_bytes});
+            scatter.copies.push_back({out + r * out_bytes, at<float>(node, row.i, row.t), out_bytes});
             slots[r] = call.layer.slot(e);
         }
     }

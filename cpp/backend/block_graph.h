@@ -2,17 +2,18 @@
 // weights replaced by one of three exact equivalents.
 //
 //   direct    few rows per expert (decode): our dot products on each expert's slot, in one node, experts in
-//   the
-//             order of their arrival; threads wait inside the node for bytes that are on their way
+//             the order of their arrival; threads wait inside the node for bytes that are on their way
 //   batched   every expert is there: ggml's MUL_MAT_ID on the slot tensor, slot numbers for expert ids
 //   waves     some are not: gather the rows of those that have arrived, ggml's MUL_MAT_ID on them, scatter
-//   the
-//             results, and again; each expert's rows stay together, so the arithmetic is that of one call
+//             the results, and again; each expert's rows stay together, so the arithmetic is that of one call
+//
+// While experts are on their way, the shared expert's nodes run before their turn.
 //
 // Thread: the context's compute thread. Blocks while bytes are read. Errors: ggml_status, the reason through
 // Engine::fail. May throw std::bad_alloc.
 #pragma once
 
+#include "backend/early_nodes.h"
 #include "backend/routed_call.h"
 
 #include "ggml-cpp.h"
@@ -21,6 +22,18 @@
 #include <vector>
 
 namespace spice {
+
+/// Copies of rows from one place to another, done by every thread of a graph.
+struct RowCopies {
+    struct Copy {
+        const void *from = nullptr;
+        void *to = nullptr;
+        size_t bytes = 0;
+    };
+    std::vector<Copy> copies; ///< none writes to where another reads or writes
+
+    static void run(ggml_tensor *, int thread, int n_threads, void *job); ///< `job`: the RowCopies
+};
 
 class BlockGraph {
   public:
@@ -40,6 +53,8 @@ class BlockGraph {
     [[nodiscard]] ggml_status run_waves(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     [[nodiscard]] ggml_status run_wave(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call,
                                        std::span<const size_t> wave);
+    void add_early();
+    void add_early_results();
     [[nodiscard]] ggml_status run_pending();
     [[nodiscard]] bool is_pending(const ggml_tensor *tensor) const;
     [[nodiscard]] ggml_status fail(Status status);
@@ -52,6 +67,10 @@ class BlockGraph {
     Engine::GraphCount count_;
     ggml_context_ptr context_; ///< of the tensors made for this run
     std::vector<std::byte> arena_;
+    std::span<ggml_tensor *const> nodes_; ///< of the split
+    size_t turn_ = 0;                     ///< the node in hand
+    EarlyNodes early_;
+    std::deque<RowCopies> copies_;
     ggml_cgraph *pending_ = nullptr; ///< nodes collected and not yet run
     std::deque<RoutedCall> calls_;
     std::deque<compute::PackJob> packs_;

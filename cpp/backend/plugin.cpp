@@ -2,6 +2,7 @@
 
 #include "backend/expert_buffer.h"
 #include "backend/moe_block.h"
+#include "backend/shared_expert.h"
 #include "backend/spice_backend.h"
 
 #include "ggml-cpu.h"
@@ -47,7 +48,7 @@ ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) {
 bool device_supports_op(ggml_backend_dev_t, const ggml_tensor *op) {
     // A weight in our buffer is asked for as a node without an operation.
     if (op->op == GGML_OP_NONE) return expert_tensor(op) != nullptr;
-    return is_block_node(op);
+    return is_block_node(op) || is_shared_expert_node(op);
 }
 
 bool device_supports_buffer_type(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {

@@ -135,6 +135,8 @@ py::dict stats(const Model &m) {
     out["experts_requested"] = c.experts_requested;
     out["experts_missed"] = c.experts_missed;
     out["waves"] = c.waves;
+    out["early_nodes"] = c.early_nodes;
+    out["preloaded"] = c.preloaded;
     out["rows_direct"] = c.rows_direct;
     out["rows_batched"] = c.rows_batched;
     out["evictions"] = c.evictions;
@@ -219,6 +221,13 @@ PYBIND11_MODULE(_core, m) {
             "build_pool",
             [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },
             py::arg("budget"))
+        .def(
+            "preload",
+            [](const Model &model, const std::vector<std::pair<int32_t, int32_t>> &experts) {
+                raise_if(model.engine().preload(experts));
+            },
+            py::arg("experts"))
+        .def("uses", [](const Model &model) { return model.engine().uses(); })
         .def("pool", &pool)
         .def("summary", &summary)
         .def("stats", &stats)

@@ -1,6 +1,7 @@
 #include "runtime/engine.h"
 
 #include <algorithm>
+#include <system_error>
 
 namespace spice {
 
@@ -92,6 +93,7 @@ Status Engine::set_up_prefetch(const EngineOptions &options) {
 }
 
 Engine::~Engine() {
+    preloader_.reset();
     reader_.reset();
 } // no thread writes to slots after this
 
@@ -197,6 +199,41 @@ Status Engine::build_pool(uint64_t budget) {
         plan_.budget += cls.pool.stride() * static_cast<uint64_t>(n_slots);
     }
     return {};
+}
+
+Status Engine::preload(std::span<const std::pair<int32_t, int32_t>> experts) {
+    if (plan_.n_slots == 0 || preloader_ != nullptr) {
+        return {Code::internal, "preloading needs a pool, and happens once"};
+    }
+    std::vector<policy::SlabId> wanted;
+    wanted.reserve(experts.size());
+    for (const auto &[layer, expert] : experts) {
+        const int32_t group = group_of(layer);
+        if (group < 0 || expert < 0 || expert >= groups_[static_cast<size_t>(group)].n_expert) {
+            return {Code::internal, "layer " + std::to_string(layer) + " has no expert " +
+                                        std::to_string(expert) + " to preload"};
+        }
+        wanted.push_back({group, expert});
+    }
+    try {
+        preloader_ = std::make_unique<Preloader>(*this, std::move(wanted));
+    } catch (const std::system_error &error) {
+        return {Code::out_of_memory, std::string("cannot start a thread to preload: ") + error.what()};
+    }
+    return {};
+}
+
+std::map<int32_t, std::vector<uint64_t>> Engine::uses() const {
+    const std::lock_guard lock(mutex_);
+    std::map<int32_t, std::vector<uint64_t>> uses;
+    for (const Group &group : groups_) {
+        if (group.bank != Bank::routed) continue;
+        std::vector<uint64_t> &of_layer = uses[group.layer];
+        for (int32_t e = 0; e < group.n_expert; ++e) {
+            of_layer.push_back(group.slabs[static_cast<size_t>(e)].uses);
+        }
+    }
+    return uses;
 }
 
 const ExpertTensor *Engine::find(std::string_view name) const {
@@ -358,6 +395,7 @@ void Engine::count_graph(const GraphCount &graph) {
     counters_.matmul_nodes += graph.matmul_nodes;
     counters_.delegated_nodes += graph.delegated_nodes;
     counters_.waves += graph.waves;
+    counters_.early_nodes += graph.early_nodes;
     counters_.rows_direct += graph.rows_direct;
     counters_.rows_batched += graph.rows_batched;
 }

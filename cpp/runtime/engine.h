@@ -14,6 +14,7 @@
 #include "policy/eviction.h"
 #include "runtime/capture.h"
 #include "runtime/prefetcher.h"
+#include "runtime/preloader.h"
 #include "runtime/slab.h"
 #include "runtime/stall_clock.h"
 #include "store/expert_index.h"
@@ -22,12 +23,14 @@
 #include "store/slot_pool.h"
 
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace spice {
@@ -57,6 +60,8 @@ struct Counters {
     uint64_t delegated_nodes = 0;
     uint64_t waves = 0;
     uint64_t expert_rows = 0;
+    uint64_t early_nodes = 0;
+    uint64_t preloaded = 0;
     uint64_t rows_direct = 0;
     uint64_t rows_batched = 0;
     uint64_t experts_requested = 0;
@@ -121,6 +126,13 @@ class Engine {
     /// that works), out_of_memory, internal (called twice).
     [[nodiscard]] Status build_pool(uint64_t budget);
 
+    /// Reads experts of routed banks, (layer, expert), the first first, into free slots until the first layer
+    /// call begins (preloader.h). Once, after build_pool; does not block. Errors: internal (no pool, a second
+    /// call, an expert that does not exist), out_of_memory (no thread).
+    [[nodiscard]] Status preload(std::span<const std::pair<int32_t, int32_t>> experts);
+    /// How many rows each expert of the routed banks was used for, by layer.
+    [[nodiscard]] std::map<int32_t, std::vector<uint64_t>> uses() const;
+
     [[nodiscard]] const GgufModel &model() const { return model_; }
     [[nodiscard]] const ExpertIndex &index() const { return index_; }
     [[nodiscard]] const PoolPlan &plan() const { return plan_; }
@@ -142,7 +154,8 @@ class Engine {
     [[nodiscard]] Prefetcher *prefetcher() const { return prefetcher_.get(); }
 
     struct GraphCount {
-        uint64_t matmul_nodes = 0, delegated_nodes = 0, waves = 0, rows_direct = 0, rows_batched = 0;
+        uint64_t matmul_nodes = 0, delegated_nodes = 0, early_nodes = 0, waves = 0;
+        uint64_t rows_direct = 0, rows_batched = 0;
     };
     void count_graph(const GraphCount &graph);
     void fail(Status status); ///< keeps the status for take_error() and counts it
@@ -153,6 +166,7 @@ class Engine {
   private:
     friend class LayerCall;
     friend class Prefetcher;
+    friend class Preloader;
 
     struct Group {
         int32_t layer = 0;
@@ -221,10 +235,12 @@ class Engine {
     std::vector<SizeClass> classes_;
     Counters counters_;
     std::optional<Status> error_;
+    bool in_use_ = false; ///< a layer call has begun
 
     std::unique_ptr<Prefetcher> prefetcher_;
     double loads_per_call_ = 0.0; ///< a decayed average
 
+    std::unique_ptr<Preloader> preloader_;
     std::unique_ptr<SlabReader> reader_; ///< last: its threads write to everything above
 };
 

@@ -44,6 +44,8 @@ Status LayerCall::begin(Engine &engine, int32_t group_id, std::span<const int32_
 
     engine.classes_[static_cast<size_t>(group.size_class)].eviction->begin_call(
         group.number, experts_, rows_of(ids, experts_, group.n_expert));
+    engine.in_use_ = true;
+    for (const int32_t id : ids) ++group.slabs[static_cast<size_t>(id)].uses;
     engine.counters_.layer_calls += 1;
     engine.counters_.expert_rows += ids.size();
     engine.counters_.experts_requested += experts_.size();

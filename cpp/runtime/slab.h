@@ -66,6 +66,7 @@ struct Slab {
     int32_t slot = -1;
     int32_t pins = 0;   ///< layer calls that need it now
     bool ahead = false; ///< prefetched, and not used since
+    uint64_t uses = 0;  ///< rows that it was multiplied with, ever
     std::array<Part, max_parts> parts;
 
     [[nodiscard]] bool busy(size_t n_parts) const { ///< an I/O thread writes to its slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -15,6 +16,10 @@ from .errors import SpiceBudgetError, SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, REPACKED, Plan, format_bytes
+from .usage import add_run, hottest_first, read_uses, usage_file, write_uses
+
+#: Bytes of experts below which reading them takes no time that anybody would notice.
+WORTH_PRELOADING = 2**30
 
 _USED_KEY = ".expert_used_count"
 SIDECAR_SUFFIX = ".spice.gguf"  # of what spice-fit writes beside MODEL.gguf
@@ -86,6 +91,7 @@ class Attachment:
         self.mlock: bool = bool(arguments.get("use_mlock", False))
         self._lora = arguments.get("lora_path") is not None
         self._kv_overrides: dict[str, Any] | None = arguments.get("kv_overrides")
+        self._preload = ""
         self._pool_bytes: int | None = None  # "auto" is not known before the rest is loaded
         core = open_core(path, options, self._kv_overrides)
         try:
@@ -153,6 +159,40 @@ class Attachment:
             self._pool_bytes = self._resolve(free_memory())
         self.core.build_pool(self._pool_bytes)
         self._pool = self.core.pool()
+        self._preload = self._start_preload(self.core)
+
+    def _start_preload(self, core: _core.Model) -> str:
+        """Read what earlier runs used most, as long as nothing else is to do; says what, or why not."""
+        if not self.options.preload:
+            return "off"
+        if self._summary["expert_bytes"] < WORTH_PRELOADING:
+            return "off: the model is small"
+        try:
+            uses = read_uses(usage_file(self._files()))
+        except (OSError, ValueError) as error:
+            return f"nothing: {error}"
+        wanted = [] if uses is None else hottest_first(uses, core.uses())[: self._pool["n_slots"]]
+        if not wanted:
+            return "nothing: no earlier run"
+        core.preload(wanted)
+        return f"{len(wanted)} experts that earlier runs used most, until the first token"
+
+    def _remember_uses(self, core: _core.Model) -> None:
+        """Note which experts this run used, for the next one. Nothing depends on it: no failure is an error."""
+        if not self.options.preload or self._summary["expert_bytes"] < WORTH_PRELOADING:
+            return
+        run = core.uses()
+        if not any(map(any, run.values())):
+            return
+        with contextlib.suppress(OSError, ValueError):
+            file = usage_file(self._files())
+            before = None
+            with contextlib.suppress(ValueError):  # damaged: this run takes its place
+                before = read_uses(file)
+            write_uses(file, add_run(before, run))
+
+    def _files(self) -> list[Path]:
+        return [Path(file["path"]) for file in self._summary["files"]]
 
     def _resolve(self, free: FreeMemory) -> int:
         return resolve(
@@ -170,6 +210,7 @@ class Attachment:
         """Free the core. llama.cpp's model and contexts must be gone. Safe to call twice."""
         core, self.core = self.core, None
         if core is not None:
+            self._remember_uses(core)
             core.close()
 
     def plan(self, *, n_threads: int, n_threads_batch: int) -> Plan:
@@ -207,6 +248,7 @@ class Attachment:
             predictor_note=pool.get("head_reason", ""),
             sidecar=sidecar_for(self._path, self.options) if spice else "",
             io_threads=self.options.io_threads if spice else 0,
+            preload=self._preload,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,
             exact=exactness is not REPACKED,

@@ -169,7 +169,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--no-prefetch", action="store_true", help="read experts only when they are needed, never ahead"
     )
     run.add_argument(
-        "--predictor", metavar="NAME", help=f"what predicts the next layers' experts: {', '.join(predictors())}"
+        "--predictor",
+        metavar="NAME",
+        help=f"what predicts the next layers' experts: {', '.join(predictors())}",
+    )
+    run.add_argument(
+        "--no-preload",
+        action="store_true",
+        help="forget which experts earlier runs used; read nothing at start",
     )
     run.add_argument("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
@@ -253,6 +260,7 @@ def _load(args: argparse.Namespace) -> MeteredLlama:
         ram_budget=args.ram,
         strategy=args.strategy,
         prefetch=not args.no_prefetch,
+        preload=not args.no_preload,
         predictor=args.predictor,
         progress=sys.stderr.isatty() or None,
         n_ctx=args.ctx,

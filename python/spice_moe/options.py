@@ -64,11 +64,15 @@ class SpiceOptions:
     sidecar: str | os.PathLike[str] | None = None
     """The file that ``spice-fit`` made for this model; None takes ``MODEL.spice.gguf`` if it is there."""
 
+    preload: bool = True
+    """Between the load and the first token, read the experts that earlier runs of a large model used most
+    into free room. Keeps what was used in a small file in the user's cache directory."""
+
     progress: ProgressCallback | bool | None = None
     """Progress of loading: True draws a bar on stderr, a callable gets fractions, None or False is silent."""
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "repack", "direct_io"):
+        for name in ("enabled", "repack", "direct_io", "preload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         budget.check(self.ram_budget)

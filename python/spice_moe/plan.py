@@ -60,6 +60,7 @@ class Plan:
     predictor_note: str  #: why some layers are predicted from their history alone; "" for none
     sidecar: str  #: the file of ``spice-fit`` that is used; "" for none
     io_threads: int | None  #: reads kept in flight; None: tuned on the first reads; 0 in mode "plain"
+    preload: str  #: what is read before the first token, or why nothing is; "" in mode "plain"
     n_threads: int  #: compute threads for single tokens
     n_threads_batch: int  #: compute threads for batches
     exact: bool  #: False when ``exactness`` names something lossy
@@ -82,7 +83,9 @@ class Plan:
         if not self.predictor:
             return "read when needed"
         fitted = f" with {Path(self.sidecar).name}" if self.sidecar else ""
-        return f"read ahead where {self.predictor}{fitted} predicts them ({format_bytes(self.predictor_bytes)})"
+        return (
+            f"read ahead where {self.predictor}{fitted} predicts them ({format_bytes(self.predictor_bytes)})"
+        )
 
     def __str__(self) -> str:
         threads = f"{_count(self.n_threads, 'compute thread')} ({self.n_threads_batch} for batches)"
@@ -109,5 +112,5 @@ class Plan:
         return (
             f"SPICE: {self._experts()} {pool}, "
             f"{format_bytes(self.other_bytes)} of other weights {self.load_mode} at load; {threads}, "
-            f"{reads}; {self.exactness}"
+            f"{reads}; read at start: {self.preload}; {self.exactness}"
         )

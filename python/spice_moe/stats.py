@@ -15,6 +15,8 @@ COUNTERS: dict[str, str] = {
     "experts_requested": "experts that layer calls needed, each counted once per layer call",
     "experts_missed": "of these, experts that were not in memory and had to be waited for",
     "waves": "batches of arrived experts that were computed while others were still being read",
+    "preloaded": "experts of earlier runs that were read before the first layer call",
+    "early_nodes": "graph nodes of shared experts that were computed while experts were being read",
     "rows_direct": "rows of matrix products with few rows per expert (decode)",
     "rows_batched": "rows of matrix products with many rows per expert (prompts), or with too few slots",
     "evictions": "experts that left the pool to make room",
@@ -47,7 +49,14 @@ COUNTERS: dict[str, str] = {
 
 #: Counters that say what is there now; reset_stats() leaves them alone.
 GAUGES = frozenset(
-    {"resident_experts", "resident_bytes", "read_depth", "prefetch_on", "prefetch_saving", "prefetch_switches"}
+    {
+        "resident_experts",
+        "resident_bytes",
+        "read_depth",
+        "prefetch_on",
+        "prefetch_saving",
+        "prefetch_switches",
+    }
 )
 
 

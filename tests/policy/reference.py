@@ -99,8 +99,9 @@ class LeastStale(Reference):
 class Spice(Reference):
     """In double precision: ``victims`` names all slabs that rounding may choose."""
 
-    def __init__(self, n_groups: int, n_experts: int, top_k: int = 0) -> None:
+    def __init__(self, n_groups: int, n_experts: int, top_k: int = 0, *, n_slots: int) -> None:
         super().__init__(n_groups, n_experts, top_k)
+        self.n_slots, self.scan = n_slots, False
         start = min(1.0, max(top_k, 1) / n_experts)
         self.group = -1
         self.fast = np.full((n_groups, n_experts), start)
@@ -111,11 +112,13 @@ class Spice(Reference):
         self.before: list[list[int]] = [[] for _ in range(n_groups)]
 
     def begin_call(self, group: int, experts: Sequence[int], weights: Sequence[float] = ()) -> None:
-        self.group = group
+        self.group, self.scan = group, False
         if not experts:
             return
         if self.top_k <= 0 or len(experts) < self.top_k:
             self.top_k = len(experts)
+        wide = len(experts) > self.top_k and 2 * len(experts) >= self.n_experts
+        self.scan = wide and len(experts) * self.n_groups > self.n_slots
         many = len(experts) > self.top_k
         use, alpha = np.zeros(self.n_experts), 0.03
         use[list(experts)] = self.top_k / len(experts)
@@ -146,7 +149,15 @@ class Spice(Reference):
         return float(self.keep[slab]) / wait
 
     def victims(self, evictable: Evictable) -> set[Slab]:
-        of = {slab: self.density(slab) for slab in self.candidates(evictable)}
+        candidates = self.candidates(evictable)
+        if self.scan:  # from the fullest group, the present one last; of equals all that rounding may choose
+
+            def residents(group: int) -> int:
+                return 0 if group == self.group else sum(slab[0] == group for slab in self.residents)
+
+            most = max((residents(group) for group, _ in candidates), default=0)
+            candidates = [slab for slab in candidates if residents(slab[0]) == most]
+        of = {slab: self.density(slab) for slab in candidates}
         return {slab for slab, density in of.items() if density <= min(of.values()) * (1 + 1e-4)}
 
 

@@ -78,7 +78,7 @@ class Twin:
     def __init__(self, n_groups: int, n_experts: int, n_slots: int, top_k: int) -> None:
         shape = {"n_groups": n_groups, "n_experts": n_experts, "n_slots": n_slots, "top_k": top_k}
         self.real = policy.Eviction("spice", **shape)
-        self.reference = Spice(n_groups, n_experts, top_k)
+        self.reference = Spice(n_groups, n_experts, top_k, n_slots=n_slots)
 
     def begin_call(self, *args: object) -> None:
         self.real.begin_call(*args)
@@ -282,6 +282,28 @@ def test_spice_is_monotonic_over_a_sweep_of_budgets() -> None:
     ids = sticky(12, 32, 4, 300, seed=4)
     sweep = [policy.replay(ids, [300], n, "spice", n_experts=32)["hits"] for n in range(8, 385, 8)]
     assert all(a <= b for a, b in itertools.pairwise(sweep)), sweep
+
+
+def test_prompts_leave_every_layer_an_equal_share() -> None:
+    """Whichever layers were full before, a scan of a pool that holds half of all ends level."""
+    n_groups, n_experts, n_slots = 6, 8, 24
+    strategy = policy.Eviction("spice", n_groups=n_groups, n_experts=n_experts, n_slots=n_slots, top_k=2)
+    pool = {(group, expert) for group in range(3) for expert in range(n_experts)}
+    for slab in pool:
+        strategy.on_load(*slab)
+    for _ in range(2):
+        for group in range(n_groups):
+            strategy.begin_call(group, list(range(n_experts)), [1.0] * n_experts)
+            for expert in range(n_experts):
+                if (group, expert) not in pool:
+                    out = strategy.victim(lambda g, e, group=group: g != group)
+                    strategy.on_evict(*out)
+                    pool.remove(out)
+                    strategy.on_load(group, expert)
+                    pool.add((group, expert))
+    shares = [sum(slab[0] == group for slab in pool) for group in range(n_groups)]
+    assert shares[-1] == n_experts, "the last layer has just been used"
+    assert max(shares[:-1]) - min(shares[:-1]) <= 1, shares
 
 
 def test_a_long_prompt_does_not_flush_what_decode_needs() -> None:

@@ -1,0 +1,129 @@
+"""One run of bench/ram_pressure.py: `ram_pressure_worker.py JSON`, in the cgroup that the parent put it in.
+
+Prints one JSON object: seconds per task, peak resident memory, the ids that were decoded, SPICE's counters.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+
+class Run:
+    """The tasks of one job on a loaded model."""
+
+    def __init__(self, job: dict[str, Any], llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+        self._job = job
+        self._text = llm.tokenize(Path(job["text"]).read_bytes(), add_bos=True)
+        needed = sum(job["prefills"]) + 16 + job["warm"] + job["decode"]
+        if len(self._text) < needed:
+            raise SystemExit(
+                f"{job['text']}: {len(self._text)} tokens, {needed} are needed; give a longer --text"
+            )
+
+    def prefills(self) -> list[dict[str, Any]]:
+        """Evaluate the prompts, each on an empty context: stretches of the text from its end backwards."""
+        done = []
+        end = len(self._text)
+        for length in self._job["prefills"]:
+            self._llm.reset()
+            self._reset()
+            started = time.perf_counter()
+            self._llm.eval(self._text[end - length : end])
+            seconds = time.perf_counter() - started
+            done.append(dict(tokens=length, seconds=seconds, counters=self._counters()))
+            end -= length
+        return done
+
+    def decode(self) -> tuple[dict[str, Any], list[int]]:
+        """Real text token by token: the counted part, and the most likely token after each."""
+        warm = 16 + self._job["warm"]
+        self._llm.reset()
+        self._llm.eval(self._text[:16])
+        for token in self._text[16:warm]:
+            self._llm.eval([token])
+        self._reset()
+        best: list[int] = []
+        started = time.perf_counter()
+        for token in self._text[warm : warm + self._job["decode"]]:
+            self._llm.eval([token])
+            logits = llama_cpp.llama_get_logits_ith(self._llm.ctx, -1)
+            best.append(int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._llm.n_vocab(),)))))
+        seconds = time.perf_counter() - started
+        return dict(seconds=seconds, counters=self._counters()), best
+
+    def _counters(self) -> dict[str, Any]:
+        if self._job["kind"] != "spice":
+            return {}
+        counters = self._llm.spice.stats()  # type: ignore[attr-defined]
+        del counters["plan"]
+        return counters
+
+    def _reset(self) -> None:
+        if self._job["kind"] == "spice":
+            self._llm.spice.reset_stats()  # type: ignore[attr-defined]
+
+
+# Takes memory and gives it back, outside of the group: argv is the bytes and the file that moves a process.
+TOUCH = """
+import mmap, os, sys
+size, procs = int(sys.argv[1]), sys.argv[2]
+with open(procs, "w") as file:
+    file.write(str(os.getpid()))
+with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:: mmap.PAGESIZE] = bytes(-(-size // mmap.PAGESIZE))
+"""
+
+
+def load(job: dict[str, Any]) -> llama_cpp.Llama:
+    """The job's model."""
+    options: dict[str, Any] = dict(
+        n_ctx=1024, n_threads=job["threads"], n_threads_batch=job["threads"], verbose=False, seed=1
+    )
+    if job["kind"] != "spice":
+        return llama_cpp.Llama(job["model"], use_mmap=job["mmap"], **options)
+    from spice_moe import Llama
+
+    return Llama(
+        job["model"], ram_budget=job["budget"], strategy=job["strategy"],
+        io_threads=job["io_threads"] or None,
+        direct_io=job["direct_io"], preload=False, **options,
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Run the job of argv[1]; see the parent for its fields."""
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    if job["touch"]:
+        subprocess.run([sys.executable, "-c", TOUCH, str(job["touch"]), job["outside"]], check=True)
+    started = time.perf_counter()
+    llm = load(job)
+    report: dict[str, Any] = {"load_seconds": time.perf_counter() - started}
+    run = Run(job, llm)
+    if job.get("twice"):  # all experts into memory first
+        run.prefills()
+        run.decode()
+    report["prefill"] = run.prefills()
+    report["decode"], report["best"] = run.decode()
+    report["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if job["kind"] == "spice":
+        report["plan"] = llm.spice.plan.to_dict()  # type: ignore[attr-defined]
+        report["plan_text"] = str(llm.spice.plan)  # type: ignore[attr-defined]
+    llm.close()
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
