@@ -90,11 +90,11 @@ struct EngineOptions {
     int64_t expert_used = 0; ///< the user's override of expert_used_count, 0 for none
     int32_t io_threads = 0;  ///< reads in flight; 0 tunes it
     uint64_t ram_budget = 0; ///< bytes for slots; 0: room for every expert
-    std::string eviction;    ///< a name of policy::eviction_names(); empty: the default
+    std::string eviction = {};    ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;
-    PrefetchOptions prefetch;
-    std::filesystem::path sidecar; ///< what spice-fit made for this model; empty: none
-    std::shared_ptr<FileOps> ops;  ///< null: real files
+    PrefetchOptions prefetch = {};
+    std::filesystem::path sidecar = {}; ///< what spice-fit made for this model; empty: none
+    std::shared_ptr<FileOps> ops = {};  ///< null: real files
 };
 
 /// What the pool needs (after open) and what it got (after build_pool).
@@ -161,6 +161,7 @@ class Engine {
     void fail(Status status); ///< keeps the status for take_error() and counts it
     [[nodiscard]] std::optional<Status> take_error();
     [[nodiscard]] Counters counters() const;
+    [[nodiscard]] uint64_t bytes_waiting() const { return reader_->bytes_waiting(); } ///< of all reads not done
     void reset_counters();
 
   private:

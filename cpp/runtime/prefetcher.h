@@ -32,7 +32,7 @@ class Engine;
 
 struct PrefetchOptions {
     bool enabled = true;
-    std::string predictor; ///< a name of policy::predictor_names(); empty: the default
+    std::string predictor = {}; ///< a name of policy::predictor_names(); empty: the default
     bool always = false;   ///< do not turn off what does not pay: for benches
 };
 
