@@ -178,7 +178,7 @@ class Attachment:
         return f"{len(wanted)} experts that earlier runs used most, until the first token"
 
     def _remember_uses(self, core: _core.Model) -> None:
-        """Note which experts this run used, for the next one. Nothing depends on it: no failure is an error."""
+        """Note which experts this run used, for the next one. Nothing depends on it, so no error leaves."""
         if not self.options.preload or self._summary["expert_bytes"] < WORTH_PRELOADING:
             return
         run = core.uses()
