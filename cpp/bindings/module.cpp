@@ -28,12 +28,13 @@ class Model {
   public:
     Model(const std::string &path, int64_t expert_used, int32_t io_threads, const std::string &eviction,
           bool direct_io, bool prefetch, const std::string &predictor, bool prefetch_always,
-          const std::string &sidecar) {
+          const std::string &sidecar, bool sidecar_required) {
         const EngineOptions options = {.expert_used = expert_used,
                                        .io_threads = io_threads,
                                        .eviction = eviction,
                                        .direct_io = direct_io,
                                        .prefetch = {prefetch, predictor, prefetch_always},
+                                       .sidecar_required = sidecar_required,
                                        .sidecar = sidecar,
                                        .ops = nullptr};
         std::optional<Result<std::shared_ptr<Engine>>> engine;
@@ -120,6 +121,7 @@ py::dict pool(const Model &m) {
     out["direct_io"] = plan.direct_io;
     out["predictor"] = plan.predictor;
     out["head_bytes"] = plan.head_bytes;
+    out["sidecar"] = plan.sidecar;
     out["head_reason"] = plan.head_reason;
     return out;
 }
@@ -213,10 +215,10 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<Model>(m, "Model")
         .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool, bool,
-                      const std::string &, bool, const std::string &>(),
+                      const std::string &, bool, const std::string &, bool>(),
              py::arg("path"), py::arg("expert_used") = 0, py::arg("io_threads") = 0, py::arg("eviction") = "",
              py::arg("direct_io") = true, py::arg("prefetch") = true, py::arg("predictor") = "",
-             py::arg("prefetch_always") = false, py::arg("sidecar") = "")
+             py::arg("prefetch_always") = false, py::arg("sidecar") = "", py::arg("sidecar_required") = true)
         .def(
             "build_pool",
             [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },

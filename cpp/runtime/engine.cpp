@@ -82,13 +82,19 @@ Status Engine::set_up_prefetch(const EngineOptions &options) {
     if (!options.prefetch.enabled) return {};
     Result<HeadSet> heads =
         make_heads(model_, index_, {.expert_used = options.expert_used, .sidecar = options.sidecar});
+    std::string note;
+    if (!heads.ok() && !options.sidecar_required) {
+        note = heads.status().message();
+        heads = make_heads(model_, index_, {.expert_used = options.expert_used, .sidecar = {}});
+    }
     if (!heads.ok()) return heads.status();
+    plan_.sidecar = note.empty() ? options.sidecar.string() : std::string();
     Result<std::unique_ptr<Prefetcher>> prefetcher = Prefetcher::make(*this, heads.take(), options.prefetch);
     if (!prefetcher.ok()) return prefetcher.status();
     prefetcher_ = prefetcher.take();
     plan_.predictor = prefetcher_->predictor();
     plan_.head_bytes = prefetcher_->bytes();
-    plan_.head_reason = prefetcher_->reason();
+    plan_.head_reason = note.empty() ? std::string(prefetcher_->reason()) : note;
     return {};
 }
 

@@ -93,6 +93,7 @@ struct EngineOptions {
     std::string eviction = {};    ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;
     PrefetchOptions prefetch = {};
+    bool sidecar_required = true;       ///< false: go on without one that cannot be used, and say so
     std::filesystem::path sidecar = {}; ///< what spice-fit made for this model; empty: none
     std::shared_ptr<FileOps> ops = {};  ///< null: real files
 };
@@ -110,6 +111,7 @@ struct PoolPlan {
     bool direct_io = false;
     std::string predictor;   ///< empty: nothing is read ahead
     uint64_t head_bytes = 0; ///< memory of the prediction heads, beside the budget
+    std::string sidecar;      ///< the file whose heads are used; empty: none
     std::string head_reason; ///< why some layers are predicted from history alone
 };
 

@@ -51,6 +51,7 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
         "prefetch_always": options.prefetch == "always",
         "predictor": options.predictor or "",
         "sidecar": sidecar_for(path, options),
+        "sidecar_required": options.sidecar is not None,
     }
     try:
         core = _core.Model(path, expert_used=used, **settings)
@@ -86,7 +87,6 @@ class Attachment:
     def __init__(self, path: str, options: SpiceOptions, arguments: dict[str, Any]) -> None:
         """``arguments`` are the keyword arguments for ``llama_cpp.Llama``. Raises as :func:`open_core`."""
         self.options = options
-        self._path = path
         self.mmap: bool = bool(arguments.get("use_mmap", True))
         self.mlock: bool = bool(arguments.get("use_mlock", False))
         self._lora = arguments.get("lora_path") is not None
@@ -246,7 +246,7 @@ class Attachment:
             predictor=pool.get("predictor", ""),
             predictor_bytes=pool.get("head_bytes", 0),
             predictor_note=pool.get("head_reason", ""),
-            sidecar=sidecar_for(self._path, self.options) if spice else "",
+            sidecar=pool.get("sidecar", ""),
             io_threads=self.options.io_threads if spice else 0,
             preload=self._preload,
             n_threads=n_threads,

@@ -83,9 +83,9 @@ class Plan:
         if not self.predictor:
             return "read when needed"
         fitted = f" with {Path(self.sidecar).name}" if self.sidecar else ""
-        return (
-            f"read ahead where {self.predictor}{fitted} predicts them ({format_bytes(self.predictor_bytes)})"
-        )
+        note = f"; {self.predictor_note}" if self.predictor_note else ""
+        memory = format_bytes(self.predictor_bytes)
+        return f"read ahead where {self.predictor}{fitted} predicts them ({memory}{note})"
 
     def __str__(self) -> str:
         threads = f"{_count(self.n_threads, 'compute thread')} ({self.n_threads_batch} for batches)"

@@ -108,8 +108,8 @@ TEST(what_is_foretold_is_there_in_time) {
     }
     const spice::Counters c = f.engine->counters();
     CHECK(c.prefetch_ready > 50);
-    // Nothing is timed before the second pass; from then on all of it is known a layer ahead.
-    CHECK(c.experts_missed < 20);
+    // A pool of 5 lets one load wait at a time, and a call needs two experts.
+    CHECK(c.experts_missed < c.experts_requested / 4);
     CHECK(c.evictions > 50);
     CHECK(c.prefetch_wasted <= c.prefetch_ready / 10);
     CHECK(consistent(c));
