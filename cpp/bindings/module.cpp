@@ -20,6 +20,7 @@ using namespace spice;
 
 void bind_heads(py::module_ &m);  // heads_bindings.cpp
 void bind_policy(py::module_ &m); // policy_bindings.cpp
+void bind_sim(py::module_ &m);    // sim_bindings.cpp
 void bind_prediction(py::module_ &m); // prediction_bindings.cpp
 
 namespace {
@@ -207,6 +208,7 @@ PYBIND11_MODULE(_core, m) {
     m.def("register_backend", [] { raise_if(register_plugin()); });
     bind_policy(m);
     bind_heads(m);
+    bind_sim(m);
     bind_prediction(m);
 
     py::class_<Model>(m, "Model")

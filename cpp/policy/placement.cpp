@@ -38,6 +38,15 @@ void fetch_order(const PlacementCall &call, std::span<const Place> places, std::
     sort_jobs(call, order);
 }
 
+void host_order(const PlacementCall &call, std::span<const Place> places, std::vector<int32_t> &order) {
+    order.clear();
+    for (size_t i = 0; i < places.size(); ++i) {
+        if (places[i] == Place::host || places[i] == Place::host_fill)
+            order.push_back(static_cast<int32_t>(i));
+    }
+    sort_jobs(call, order);
+}
+
 double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::span<const Place> places,
                    std::vector<int32_t> &order) {
     assert(call.rows.size() == places.size() && call.on_device.size() == places.size());
@@ -66,12 +75,7 @@ double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::
         link = std::max(link, call.memory_at(i)) + costs.transfer(call.slab_bytes);
         device = std::max(device, link) + costs.device.at(call.rows[i]);
     }
-    order.clear();
-    for (size_t i = 0; i < places.size(); ++i) {
-        if (places[i] == Place::host || places[i] == Place::host_fill)
-            order.push_back(static_cast<int32_t>(i));
-    }
-    sort_jobs(call, order);
+    host_order(call, places, order);
     double host = call.host_queued + (order.empty() ? 0.0 : costs.host_call);
     for (const int32_t job : order) {
         const size_t i = static_cast<size_t>(job);

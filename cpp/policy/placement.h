@@ -84,6 +84,9 @@ class Placement {
 /// for two machines in a row, link and device, where every job takes the first one equally long: optimal.
 void fetch_order(const PlacementCall &call, std::span<const Place> places, std::vector<int32_t> &order);
 
+/// The experts that the host computes, in the same order.
+void host_order(const PlacementCall &call, std::span<const Place> places, std::vector<int32_t> &order);
+
 /// When the call is done: the device computes what it has, then each fetched expert as it arrives in
 /// fetch_order(); the host computes its own one after the other meanwhile, most rows first. `order` is
 /// scratch.
