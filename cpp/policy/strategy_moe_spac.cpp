@@ -5,8 +5,9 @@
 // Source: MoE-SpAc, see moe_spac.h. One pool for all layers, ordered by a score: levels + 1 for what the
 // present layer computes (pins), 1 .. levels for what was loaded ahead at that level, 0 after its layer is
 // done. Wanted, from the highest level down to the layer's threshold, nearest layer first; a slab comes in
-// only for one of a score below the threshold. Constants: 5 levels, 8 drafted tokens (the paper's gamma), at
-// most 32 wanted at a time.
+// only for one of a lower score. Where the level below the threshold would be too many as a whole, as many of
+// it as the balance allows come, too: else the pool would stay half empty.
+// Constants: 5 levels, 8 drafted tokens (the paper's gamma), at most 32 wanted at a time.
 #include "policy/moe_spac.h"
 #include "policy/strategy_list.h"
 
@@ -27,8 +28,9 @@ class MoeSpac final : public Strategy {
     explicit MoeSpac(const PoolShape &pool)
         : pool_(pool), n_(static_cast<size_t>(pool.n_experts)),
           slabs_(static_cast<size_t>(pool.n_groups) * n_), thresholds_(static_cast<size_t>(pool.n_groups), 1),
-          visits_(static_cast<size_t>(pool.n_groups), 0), active_(static_cast<size_t>(pool.n_groups), 0),
-          placement_(make_placement("static")), uses_(n_, 0) {}
+          room_(thresholds_.size(), 0), visits_(static_cast<size_t>(pool.n_groups), 0),
+          active_(static_cast<size_t>(pool.n_groups), 0), placement_(make_placement("static")), uses_(n_, 0) {
+    }
 
     [[nodiscard]] std::string_view name() const override { return "moe-spac"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }
@@ -78,7 +80,7 @@ class MoeSpac final : public Strategy {
     }
     [[nodiscard]] std::optional<SlabId> victim(SlabId incoming, bool demand, Evictable evictable) override {
         std::optional<SlabId> lowest;
-        const int32_t below = demand ? spac::levels + 2 : thresholds_[static_cast<size_t>(incoming.group)];
+        const int32_t below = demand ? spac::levels + 2 : at(incoming).level;
         for (const SlabId id : residents_) {
             const Slab &slab = at(id);
             if (slab.score >= below || !evictable(id)) continue;
@@ -89,14 +91,17 @@ class MoeSpac final : public Strategy {
 
     void plan(const PlanContext &context, std::vector<SlabId> &wanted) override {
         if (context.costs != nullptr) balance(context);
+        left_ = room_;
         for (int32_t level = spac::levels; level >= 1; --level) {
             for (int32_t d = 1; d <= pool_.n_groups; ++d) {
                 const int32_t group = (context.group + d) % pool_.n_groups;
-                if (level < thresholds_[static_cast<size_t>(group)]) continue;
+                const size_t g = static_cast<size_t>(group);
+                if (level + 1 < thresholds_[g]) continue;
                 for (int32_t e = 0; e < pool_.n_experts; ++e) {
                     const SlabId id{group, e};
                     Slab &slab = at(id);
                     if (slab.level != level) continue;
+                    if (level < thresholds_[g] && left_[g]-- <= 0) break;
                     if (slab.resident) {
                         if (group != context.group) slab.score = std::max(level, slab.score);
                         continue;
@@ -151,7 +156,11 @@ class MoeSpac final : public Strategy {
                                     .resident = resident,
                                     .loads = static_cast<int32_t>(window / context.transfer) + 1,
                                     .slots = pool_.n_slots / pool_.n_groups + 1};
-        thresholds_[g] = spac::threshold(histogram, spac::balanced_hot(balance));
+        const int32_t hot = spac::balanced_hot(balance);
+        thresholds_[g] = spac::threshold(histogram, hot);
+        room_[g] = hot;
+        for (int32_t u = thresholds_[g]; u <= spac::levels; ++u)
+            room_[g] -= histogram[static_cast<size_t>(u)];
     }
 
     PoolShape pool_;
@@ -161,6 +170,8 @@ class MoeSpac final : public Strategy {
     std::vector<Slab> slabs_;
     std::vector<SlabId> residents_;
     std::vector<int32_t> thresholds_; ///< by layer
+    std::vector<int32_t> room_;       ///< by layer: of the level below the threshold, as many may come, too
+    std::vector<int32_t> left_;       ///< scratch
     std::vector<int32_t> visits_;
     std::vector<int32_t> active_; ///< experts of the layer's last call
     std::unique_ptr<Placement> placement_;
