@@ -37,13 +37,13 @@ struct SimOptions {
     int32_t prefill_batch = 512; ///< tokens of a prefill per call
     bool keep = true;            ///< pools and what was learned outlive a sequence
     std::string
-        predictor; ///< policy::predictor_names(); empty: "replay" with the strategy's published recall
-    std::vector<float> recall;    ///< of "replay", by horizon; empty: all of it (or what is published)
-    int32_t draft = 0;            ///< tokens drafted per step for strategies that do not say so themselves
-    double draft_seconds = 0.0;   ///< of one drafted token
-    double acceptance = 0.75;     ///< chance that a drafted token is right, given that those before it are
-    double fidelity = 0.9;        ///< share of a drafted token's experts that the target will use, too
-    std::vector<int64_t> profile; ///< uses by [layer][expert] for strategies that start with a filled pool
+        predictor{}; ///< policy::predictor_names(); empty: "replay" with the strategy's published recall
+    std::vector<float> recall{};    ///< of "replay", by horizon; empty: all of it (or what is published)
+    int32_t draft = 0;              ///< tokens drafted per step for strategies that do not say so themselves
+    double draft_seconds = 0.0;     ///< of one drafted token
+    double acceptance = 0.75;       ///< chance that a drafted token is right, given that those before it are
+    double fidelity = 0.9;          ///< share of a drafted token's experts that the target will use, too
+    std::vector<int64_t> profile{}; ///< uses by [layer][expert] for strategies that start with a filled pool
     uint64_t seed = 1;
 };
 
