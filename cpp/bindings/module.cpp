@@ -14,13 +14,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace py = pybind11;
 using namespace spice;
 
-void bind_heads(py::module_ &m);  // heads_bindings.cpp
-void bind_policy(py::module_ &m); // policy_bindings.cpp
-void bind_sim(py::module_ &m);    // sim_bindings.cpp
+void bind_heads(py::module_ &m);      // heads_bindings.cpp
+void bind_policy(py::module_ &m);     // policy_bindings.cpp
+void bind_sim(py::module_ &m);        // sim_bindings.cpp
 void bind_prediction(py::module_ &m); // prediction_bindings.cpp
 
 namespace {
@@ -223,6 +224,14 @@ PYBIND11_MODULE(_core, m) {
             py::arg("budget"))
         .def("pool", &pool)
         .def("summary", &summary)
+        .def("slab_bytes",
+             [](const Model &model) { // of one routed expert, by MoE layer
+                 std::vector<uint64_t> bytes;
+                 for (const LayerExperts &layer : model.engine().index().layers()) {
+                     bytes.push_back(layer.slab_bytes(Bank::routed));
+                 }
+                 return bytes;
+             })
         .def("stats", &stats)
         .def("reset_stats", [](const Model &model) { model.engine().reset_counters(); })
         .def(
@@ -233,14 +242,18 @@ PYBIND11_MODULE(_core, m) {
         .def("take_capture", &take_capture)
         .def(
             "set_future", // of the predictor `replay`: [(layer, ids [tokens, top_k])], as captured
-            [](const Model &model, const std::vector<std::pair<int32_t, py::array_t<int32_t, py::array::c_style | py::array::forcecast>>> &calls,
+            [](const Model &model,
+               const std::vector<std::pair<
+                   int32_t, py::array_t<int32_t, py::array::c_style | py::array::forcecast>>> &calls,
                const std::vector<float> &recall, uint64_t seed) {
                 if (model.engine().prefetcher() == nullptr) return;
                 std::vector<policy::FutureCall> future;
                 for (const auto &[layer, ids] : calls) {
                     const int32_t group = model.engine().group_of(layer);
-                    if (group < 0 || ids.ndim() != 2) throw py::value_error("no such layer, or ids that are no [tokens, top_k]");
-                    future.push_back({group, static_cast<int32_t>(ids.shape(0)), {ids.data(), ids.data() + ids.size()}});
+                    if (group < 0 || ids.ndim() != 2)
+                        throw py::value_error("no such layer, or ids that are no [tokens, top_k]");
+                    future.push_back(
+                        {group, static_cast<int32_t>(ids.shape(0)), {ids.data(), ids.data() + ids.size()}});
                 }
                 model.engine().prefetcher()->set_future(std::move(future), recall, seed);
             },

@@ -2,6 +2,7 @@
 // arguments raise ValueError.
 #include "policy/placement.h"
 #include "policy/strategy.h"
+#include "sim/belady_strategy.h"
 #include "sim/simulator.h"
 
 #include <pybind11/numpy.h>
@@ -131,6 +132,7 @@ double finish_time(const std::string &places, const std::vector<int32_t> &rows,
 void bind_sim(py::module_ &m) {
     py::module_ sim = m.def_submodule("sim", "Simulation of a model on a machine; see cpp/sim/simulator.h.");
     sim.def("strategy_names", [] { return to_list(policy::strategy_names()); });
+    sim.def("belady_names", [] { return to_list(spice::sim::belady_names()); });
     sim.def("placement_names", [] { return to_list(policy::placement_names()); });
     sim.def("predictor_names", [] { return to_list(policy::predictor_names()); });
     py::class_<policy::ExpertCost>(sim, "ExpertCost")

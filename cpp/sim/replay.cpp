@@ -1,7 +1,7 @@
 #include "sim/replay.h"
 
 #include "policy/eviction.h"
-#include "sim/steps.h"
+#include "sim/check.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,6 +1,8 @@
 #include "sim/simulator.h"
 
 #include "policy/strategy.h"
+#include "sim/belady_strategy.h"
+#include "sim/check.h"
 #include "sim/steps.h"
 #include "sim/tiers.h"
 
@@ -28,7 +30,7 @@ class Simulator {
         int32_t from = 0;
         for (size_t s = 0; s < r_.lens.size(); ++s) {
             const int32_t to = from + r_.lens[s];
-            if (s == 0 || !o_.keep) begin_life();
+            if (s == 0 || !o_.keep) begin_life(from, o_.keep ? r_.n_tokens : to);
             tiers_.strategy().begin_sequence();
             sequence(from, to);
             from = to;
@@ -39,8 +41,11 @@ class Simulator {
     }
 
   private:
-    void begin_life() {
-        auto strategy = policy::make_strategy(o_.strategy, pool_);
+    /// A life of the pools, for the sequences of tokens [from, to).
+    void begin_life(int32_t from, int32_t to) {
+        auto strategy = o_.strategy.starts_with("belady")
+                            ? make_belady(o_.strategy == belady_names()[1], pool_, future(from, to))
+                            : policy::make_strategy(o_.strategy, pool_);
         predictor_ = make_predictor(*strategy);
         tiers_.begin_life(std::move(strategy));
         horizon_ = tiers_.strategy().horizon();
@@ -117,20 +122,55 @@ class Simulator {
         return drafted;
     }
 
+    /// Calls `use(begin, end)` for the decode steps of tokens [from, to), as step() will take them when the
+    /// strategy does not choose the draft's length.
+    template <class Use>
+    void for_each_step(int32_t from, int32_t to, const Use &use) const {
+        for (int32_t at = from; at < to;) {
+            const int32_t drafted = std::min(o_.draft, to - at - 1);
+            const int32_t end = drafted > 0 ? at + 1 + drafted : std::min(at + o_.batch, to);
+            use(at, end);
+            at = drafted > 0 ? at + 1 + steps_.accepted(at, drafted) : end;
+        }
+    }
+
     /// The steps of a sequence to come, for the predictor that is told them.
     void tell_future(int32_t from, int32_t to) {
         if (predictor_ == nullptr || predictor_->name() != "replay") return;
         std::vector<policy::FutureCall> calls;
-        for (int32_t at = from; at < to;) {
-            const int32_t drafted = std::min(o_.draft, to - at - 1);
-            const int32_t end = drafted > 0 ? at + 1 + drafted : std::min(at + o_.batch, to);
+        for_each_step(from, to, [&](int32_t begin, int32_t end) {
             for (int32_t layer = 0; layer < r_.n_layers; ++layer) {
-                const auto ids = ids_of(layer, at, end);
-                calls.push_back({layer, end - at, {ids.begin(), ids.end()}});
+                const auto ids = ids_of(layer, begin, end);
+                calls.push_back({layer, end - begin, {ids.begin(), ids.end()}});
             }
-            at = drafted > 0 ? at + 1 + steps_.accepted(at, drafted) : end;
-        }
+        });
         predictor_->set_future(std::move(calls), recall_, o_.seed + static_cast<uint64_t>(from));
+    }
+
+    /// All calls of the sequences within tokens [from, to), for Belady.
+    FutureUses future(int32_t from, int32_t to) {
+        FutureUses uses;
+        const auto add = [&](int32_t begin, int32_t end) {
+            for (int32_t layer = 0; layer < r_.n_layers; ++layer) {
+                const policy::StrategyCall call = batch_.call(layer, begin, end);
+                uses.groups.push_back(layer);
+                uses.experts.insert(uses.experts.end(), call.experts.begin(), call.experts.end());
+                uses.ends.push_back(uses.experts.size());
+            }
+        };
+        int32_t start = 0;
+        for (const int32_t length : r_.lens) {
+            const int32_t end = start + length;
+            if (start >= from && end <= to) {
+                const int32_t prefill = o_.prefill < 0 ? length : std::min(o_.prefill, length);
+                for (int32_t at = start; at < start + prefill; at += o_.prefill_batch) {
+                    add(at, std::min(at + o_.prefill_batch, start + prefill));
+                }
+                for_each_step(start + prefill, end, add);
+            }
+            start = end;
+        }
+        return uses;
     }
 
     [[nodiscard]] std::span<const int32_t> ids_of(int32_t layer, int32_t from, int32_t to) const {
@@ -333,76 +373,11 @@ class Simulator {
     SimResult result_;
 };
 
-Status check(const Routing &r, const Machine &m, const Model &model, const SimOptions &o) {
-    const auto bad = [](const std::string &what) { return Status(Code::unsupported, what); };
-    const Status routing = check_routing(r);
-    if (!routing.ok()) return routing;
-    const auto positive = [](double x) { return std::isfinite(x) && x > 0.0; };
-    const auto not_negative = [](double x) { return std::isfinite(x) && x >= 0.0; };
-    if (model.slab_bytes.size() != static_cast<size_t>(r.n_layers)) {
-        return bad("slab_bytes has " + std::to_string(model.slab_bytes.size()) + " layers, the routing " +
-                   std::to_string(r.n_layers));
-    }
-    for (const double bytes : model.slab_bytes) {
-        if (!positive(bytes)) return bad("slab_bytes must be above 0");
-    }
-    const auto engine_ok = [&](const EngineSpec &e) {
-        return positive(e.stream) && positive(e.row) && e.row >= e.stream && not_negative(e.call);
-    };
-    const auto link_ok = [&](const LinkSpec &l) {
-        return positive(l.bandwidth) && not_negative(l.latency) && not_negative(l.chunk);
-    };
-    if (!engine_ok(m.host)) return bad("host: stream must be above 0, row at least stream, call 0 or more");
-    if (m.has_device && !engine_ok(m.device)) {
-        return bad("device: stream must be above 0, row at least stream, call 0 or more");
-    }
-    if (m.has_device && !link_ok(m.link)) return bad("link: bandwidth must be above 0, the others 0 or more");
-    if ((!m.has_device || o.memory_slots > 0) && !link_ok(m.disk)) {
-        return bad("disk: bandwidth must be above 0, the others 0 or more");
-    }
-    if (!not_negative(model.other_bytes) || !not_negative(m.layer_call) || !not_negative(m.contention)) {
-        return bad("other_bytes, layer_call and contention must be 0 or more");
-    }
-    if (o.slots < 1) return bad("slots must be at least 1");
-    if (o.memory_slots < 0) return bad("memory_slots must be 0 or more");
-    if (o.batch < 1 || o.batch > 64) return bad("batch must be 1 to 64");
-    if (o.prefill < -1 || o.prefill_batch < 1)
-        return bad("prefill must be -1 or more, prefill_batch 1 or more");
-    if (o.draft < 0 || o.draft > 63) return bad("draft must be 0 to 63");
-    if (o.draft > 0 && o.batch > 1) return bad("a draft makes the batch: give draft or batch, not both");
-    if (!not_negative(o.draft_seconds)) return bad("draft_seconds must be 0 or more");
-    if (!(o.acceptance >= 0.0 && o.acceptance <= 1.0 && o.fidelity >= 0.0 && o.fidelity <= 1.0)) {
-        return bad("acceptance and fidelity must be 0 to 1");
-    }
-    const size_t n = static_cast<size_t>(r.n_layers) * static_cast<size_t>(r.n_experts);
-    if (!o.profile.empty() && o.profile.size() != n)
-        return bad("profile must have the shape [layers, experts]");
-    const auto names = policy::strategy_names();
-    if (std::find(names.begin(), names.end(), o.strategy) == names.end()) {
-        std::string message = "no strategy is called '" + o.strategy + "'; there are";
-        for (const std::string_view name : names) message.append(" ").append(name);
-        return bad(message);
-    }
-    if (policy::make_strategy(o.strategy, {r.n_layers, r.n_experts, o.slots, r.top_k}) == nullptr) {
-        return bad("strategy " + o.strategy + " needs at least one slot per layer: " +
-                   std::to_string(r.n_layers) + ", not " + std::to_string(o.slots));
-    }
-    if (!o.predictor.empty() && policy::make_predictor(o.predictor, {1, 2, 1, 1}) == nullptr) {
-        std::string message = "no predictor is called '" + o.predictor + "'; there are";
-        for (const std::string_view name : policy::predictor_names()) message.append(" ").append(name);
-        return bad(message);
-    }
-    if (policy::make_eviction(o.memory_eviction, {1, 1, 1, 1}) == nullptr) {
-        return bad("no eviction strategy is called '" + o.memory_eviction + "'");
-    }
-    return {};
-}
-
 } // namespace
 
 Result<SimResult> simulate(const Routing &routing, const Machine &machine, const Model &model,
                            const SimOptions &options) {
-    if (const Status status = check(routing, machine, model, options); !status.ok()) return status;
+    if (const Status status = check_simulation(routing, machine, model, options); !status.ok()) return status;
     return Simulator(routing, machine, model, options).run();
 }
 

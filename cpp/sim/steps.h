@@ -48,7 +48,4 @@ class DraftSteps {
     std::vector<int32_t> guess_;
 };
 
-/// What is wrong with recorded routing, if anything.
-[[nodiscard]] Status check_routing(const Routing &routing);
-
 } // namespace spice::sim
