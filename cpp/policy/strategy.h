@@ -76,6 +76,8 @@ class Strategy {
     virtual void begin_call(const StrategyCall &call) = 0;
     /// Whether a slab must leave before `incoming` can take a slot.
     [[nodiscard]] virtual bool full(SlabId incoming) const = 0;
+    /// Whether the pool is shared out over the layers, so that `incoming` can only take a slot of its own.
+    [[nodiscard]] virtual bool split() const { return false; }
     virtual void on_load(SlabId id) = 0;
     virtual void on_evict(SlabId id) = 0;
     /// Who leaves for `incoming`; nullopt: nobody may, or it is not worth it (for a load ahead).

@@ -83,6 +83,7 @@ class SplitPool : public Strategy {
         const size_t group = static_cast<size_t>(incoming.group);
         return n_resident_[group] >= quotas_[group];
     }
+    [[nodiscard]] bool split() const override { return true; }
     void on_load(SlabId id) override {
         ++n_resident_[static_cast<size_t>(id.group)];
         of(id.group).on_load({0, id.expert});

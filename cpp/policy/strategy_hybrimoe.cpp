@@ -40,6 +40,7 @@ class HybriMoeStrategy final : public Strategy {
     [[nodiscard]] bool full(SlabId id) const override {
         return n_resident_[static_cast<size_t>(id.group)] >= quotas_[static_cast<size_t>(id.group)];
     }
+    [[nodiscard]] bool split() const override { return true; }
     void on_load(SlabId id) override {
         resident_[flat(id)] = 1;
         ++n_resident_[static_cast<size_t>(id.group)];

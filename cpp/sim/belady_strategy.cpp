@@ -47,6 +47,7 @@ class Belady final : public policy::Strategy {
         const size_t group = static_cast<size_t>(incoming.group);
         return per_layer_ ? n_resident_[group] >= quotas_[group] : total_ >= pool_.n_slots;
     }
+    [[nodiscard]] bool split() const override { return per_layer_; }
     void on_load(SlabId id) override {
         ++total_;
         ++n_resident_[static_cast<size_t>(id.group)];

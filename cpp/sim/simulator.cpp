@@ -253,7 +253,7 @@ class Simulator {
                                                            ? std::span<const double>(in_memory_)
                                                            : std::span<const double>(),
                                           .slab_bytes = static_cast<uint64_t>(bytes),
-                                          .link_queued = tiers_.link().free_for_demand(now_) - now_,
+                                          .link_queued = tiers_.link_free(now_) - now_,
                                           .prefetch_queued = tiers_.link().waiting()};
         strategy.placement().place(where, costs_, places_);
     }

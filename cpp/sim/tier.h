@@ -50,12 +50,15 @@ class Tier {
     [[nodiscard]] int32_t n_present() const { return n_present_; }
 
     /// The slab that arrives first among those that are present and not pinned; rare, so it searches.
-    [[nodiscard]] std::optional<policy::SlabId> first_loading() const {
+    /// `group`: of that group only, unless it is below 0.
+    [[nodiscard]] std::optional<policy::SlabId> first_loading(int32_t group) const {
         std::optional<policy::SlabId> first;
         for (size_t i = 0; i < slabs_.size(); ++i) {
             const policy::SlabId id{static_cast<int32_t>(i / n_experts_),
                                     static_cast<int32_t>(i % n_experts_)};
-            if (slabs_[i].arrives >= interrupted || slabs_[i].pinned) continue;
+            if (slabs_[i].arrives >= interrupted || slabs_[i].pinned || (group >= 0 && id.group != group)) {
+                continue;
+            }
             if (!first || slabs_[i].arrives < at(*first).arrives) first = id;
         }
         return first;

@@ -15,6 +15,16 @@ Tiers::Tiers(const Machine &machine, const Model &model, const policy::PoolShape
       disk_(machine.disk), fast_(fast.n_groups, fast.n_experts), memory_(fast.n_groups, fast.n_experts),
       most_fills_(static_cast<size_t>(2 * std::max(fast.top_k, 1))) {}
 
+namespace {
+
+/// A load ahead that the present call waits for is not interrupted for its other demands.
+bool may_interrupt(const Link &link, const Tier &tier, double now) {
+    const auto id = link.under_way(now);
+    return id && !tier.pinned(*id);
+}
+
+} // namespace
+
 void Tiers::begin_life(std::unique_ptr<policy::Strategy> strategy) {
     strategy_ = std::move(strategy);
     fast_ = Tier(memory_shape_.n_groups, memory_shape_.n_experts);
@@ -104,7 +114,13 @@ void Tiers::fill(SlabId id, double ready) {
 double Tiers::memory_estimate(SlabId id, double now, int32_t &reads_before) const {
     if (!bounded_memory() || memory_.ready(id, now)) return now;
     if (memory_.present(id) && memory_.arrives(id) < Tier::interrupted) return memory_.arrives(id);
-    return disk_.free_for_demand(now) + disk_.seconds(bytes(id)) * static_cast<double>(++reads_before);
+    const double free =
+        may_interrupt(disk_, memory_, now) ? disk_.free_for_demand(now) : std::max(now, disk_.free_at());
+    return free + disk_.seconds(bytes(id)) * static_cast<double>(++reads_before);
+}
+
+double Tiers::link_free(double now) const {
+    return may_interrupt(link_, fast_, now) ? link_.free_for_demand(now) : std::max(now, link_.free_at());
 }
 
 double Tiers::to_memory(SlabId id, double now) {
@@ -113,7 +129,9 @@ double Tiers::to_memory(SlabId id, double now) {
         if (disk_.is_interrupted(id)) memory_.arrives_at(id, disk_.resume(now));
         return memory_.arrives(id);
     }
-    if (const auto stopped = disk_.interrupt(now)) memory_.arrives_at(*stopped, Tier::interrupted);
+    if (may_interrupt(disk_, memory_, now)) {
+        if (const auto stopped = disk_.interrupt(now)) memory_.arrives_at(*stopped, Tier::interrupted);
+    }
     const double slot = slot_in_memory(now);
     const double end = disk_.demand(slot, bytes(id));
     memory_eviction_->on_load(id);
@@ -125,7 +143,9 @@ double Tiers::to_memory(SlabId id, double now) {
 }
 
 double Tiers::to_fast(SlabId id, double now, double in_memory) {
-    if (const auto stopped = link_.interrupt(now)) fast_.arrives_at(*stopped, Tier::interrupted);
+    if (may_interrupt(link_, fast_, now)) {
+        if (const auto stopped = link_.interrupt(now)) fast_.arrives_at(*stopped, Tier::interrupted);
+    }
     const double slot = slot_in_fast(id, now);
     const double end = link_.demand(std::max(in_memory, slot), bytes(id));
     strategy_->on_load(id);
@@ -152,7 +172,7 @@ double Tiers::slot_in_fast(SlabId incoming, double now) {
         evict_fast(done.id);
         return std::max(now, done.when);
     }
-    if (const auto landing = fast_.first_loading()) {
+    if (const auto landing = fast_.first_loading(strategy_->split() ? incoming.group : -1)) {
         const double at = std::max(now, fast_.arrives(*landing));
         evict_fast(*landing);
         return at;
@@ -177,7 +197,7 @@ double Tiers::slot_in_memory(double now) {
         evict_memory(done.id);
         return std::max(now, done.when);
     }
-    if (const auto landing = memory_.first_loading()) {
+    if (const auto landing = memory_.first_loading(-1)) {
         const double at = std::max(now, memory_.arrives(*landing));
         evict_memory(*landing);
         return at;

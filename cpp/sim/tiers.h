@@ -38,6 +38,8 @@ class Tiers {
 
     // One layer call: demands of its experts, each once. Returned times are when the slab is there.
     [[nodiscard]] double memory_estimate(policy::SlabId id, double now, int32_t &reads_before) const;
+    /// When the link could begin a demand.
+    [[nodiscard]] double link_free(double now) const;
     [[nodiscard]] double to_memory(policy::SlabId id, double now);
     [[nodiscard]] double to_fast(policy::SlabId id, double now, double in_memory);
     /// The call begins: who is on the way is hurried, and nobody of it may leave.
