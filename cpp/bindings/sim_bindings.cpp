@@ -157,7 +157,10 @@ void bind_sim(py::module_ &m) {
         .def(py::init<double, double, double>(), py::arg("bandwidth"), py::arg("latency") = 0.0,
              py::arg("chunk") = 0.0);
     py::class_<sim::EngineSpec>(sim, "EngineSpec")
-        .def(py::init<double, double, double>(), py::arg("stream"), py::arg("row"), py::arg("call") = 0.0);
+        .def(py::init<double, double, double>(), py::arg("stream"), py::arg("row"), py::arg("call") = 0.0)
+        .def_readonly("stream", &sim::EngineSpec::stream)
+        .def_readonly("row", &sim::EngineSpec::row)
+        .def_readonly("call", &sim::EngineSpec::call);
     py::class_<sim::Machine>(sim, "Machine")
         .def(py::init<>())
         .def_readwrite("has_device", &sim::Machine::has_device)
