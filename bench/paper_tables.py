@@ -1,6 +1,6 @@
-"""The tables of the SPICE, MoE-SpAc, MoE-SpeQ and SpecPrefetch papers beside ours: `python bench/paper_tables.py`.
+"""The tables of SPICE, MoE-SpAc, MoE-SpeQ and SpecPrefetch beside ours: `python bench/paper_tables.py`.
 
-Real routing traces (format: docs/trace-format.md), in the simulator; docs/reproduction.md discusses the numbers.
+Real routing traces (docs/trace-format.md) in the simulator; docs/reproduction.md discusses the numbers.
 TRACES is a folder, by default ../shared/traces. Prints Markdown, or JSON with --json.
 """
 
@@ -142,7 +142,8 @@ def spac(bench: Bench) -> Table:
         rows.append([f"{share:.0%}", *(f"{1 / one.tpot:.1f}" for one in speeds.values())])
         head = ["slots", *speeds]
     return (
-        "MoE-SpAc: tokens/s, Qwen3-30B-A3B (paper: 25.06; llama.cpp with drafts 17.66, without 15.23, HybriMoE 12.15)",
+        "MoE-SpAc: tokens/s, Qwen3-30B-A3B on an RTX 3060 (paper, RTX 4090: 25.06; llama.cpp with drafts "
+        "17.66, without 15.23, HybriMoE 12.15)",
         head,
         rows,
     )
@@ -169,7 +170,7 @@ def speq(bench: Bench) -> Table:
 
 
 def specprefetch(bench: Bench) -> Table:
-    """SpecPrefetch: prefetched experts that are ready, and throughput over on-demand LRU, on a phone's flash."""
+    """SpecPrefetch: experts that are ready, and throughput over on-demand LRU, on a phone's flash."""
     rows = []
     for name in bench.traces:
         lru = bench.run(name, "phone-flash", "lru", 0.3)
@@ -207,9 +208,8 @@ def bound(bench: Bench) -> Table:
                 name, "laptop-nvme", "spice", share, keep=False, predictor="replay", recall=(0.0,) * 6
             )
             ahead = bench.run(name, "laptop-nvme", "spice", share, keep=False)
-            row.append(
-                f"{mine.miss_rate / best.miss_rate:.2f} / {(ahead.miss_rate + ahead.late_rate) / best.miss_rate:.2f}"
-            )
+            missed = ahead.miss_rate + ahead.late_rate
+            row.append(f"{mine.miss_rate / best.miss_rate:.2f} / {missed / best.miss_rate:.2f}")
         rows.append(row)
     return (
         "Default against global Belady: misses without / with prediction (late ones count as misses)",
