@@ -14,12 +14,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace py = pybind11;
 using namespace spice;
 
 void bind_heads(py::module_ &m);      // heads_bindings.cpp
 void bind_policy(py::module_ &m);     // policy_bindings.cpp
+void bind_sim(py::module_ &m);        // sim_bindings.cpp
 void bind_prediction(py::module_ &m); // prediction_bindings.cpp
 
 namespace {
@@ -211,6 +213,7 @@ PYBIND11_MODULE(_core, m) {
     m.def("register_backend", [] { raise_if(register_plugin()); });
     bind_policy(m);
     bind_heads(m);
+    bind_sim(m);
     bind_prediction(m);
 
     py::class_<Model>(m, "Model")
@@ -232,6 +235,14 @@ PYBIND11_MODULE(_core, m) {
         .def("uses", [](const Model &model) { return model.engine().uses(); })
         .def("pool", &pool)
         .def("summary", &summary)
+        .def("slab_bytes",
+             [](const Model &model) { // of one routed expert, by MoE layer
+                 std::vector<uint64_t> bytes;
+                 for (const LayerExperts &layer : model.engine().index().layers()) {
+                     bytes.push_back(layer.slab_bytes(Bank::routed));
+                 }
+                 return bytes;
+             })
         .def("stats", &stats)
         .def("reset_stats", [](const Model &model) { model.engine().reset_counters(); })
         .def(

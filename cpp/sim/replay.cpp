@@ -1,6 +1,7 @@
 #include "sim/replay.h"
 
 #include "policy/eviction.h"
+#include "sim/check.h"
 
 #include <algorithm>
 #include <limits>
@@ -32,29 +33,7 @@ struct CallList {
 
 Status check(const Routing &r, const ReplayOptions &o) {
     const auto bad = [](const std::string &what) { return Status(Code::unsupported, what); };
-    if (r.n_layers <= 0 || r.n_tokens < 0 || r.top_k <= 0 || r.n_experts <= 0) {
-        return bad("ids must have the shape [layers, tokens, top_k], and n_experts must be above 0");
-    }
-    if (r.n_layers > std::numeric_limits<int32_t>::max() / 2 / r.n_experts) return bad("too many experts");
-    const size_t n =
-        static_cast<size_t>(r.n_layers) * static_cast<size_t>(r.n_tokens) * static_cast<size_t>(r.top_k);
-    if (r.ids.size() != n) return bad("ids do not have the size that their shape says");
-    if (!r.weights.empty() && r.weights.size() != n) return bad("weights must have the shape of ids");
-    for (const int32_t id : r.ids) {
-        if (id < 0 || id >= r.n_experts) {
-            return bad("expert id " + std::to_string(id) + " is outside 0 .. " +
-                       std::to_string(r.n_experts - 1));
-        }
-    }
-    int64_t sum = 0;
-    for (const int32_t len : r.lens) {
-        if (len < 0) return bad("a sequence has a negative length");
-        sum += len;
-    }
-    if (sum != r.n_tokens) {
-        return bad("the sequences have " + std::to_string(sum) + " tokens, ids have " +
-                   std::to_string(r.n_tokens));
-    }
+    if (const Status status = check_routing(r); !status.ok()) return status;
     if (o.n_slots < 1) return bad("n_slots must be at least 1");
     if (o.batch < 1) return bad("batch must be at least 1");
     if (o.prefill < -1) return bad("prefill must be -1 or more");

@@ -1,0 +1,211 @@
+"""Simulated runs: a routing trace on a machine under a strategy, in virtual time.
+
+    from spice_moe import hardware, sim, sim_models, trace
+
+    t = trace.load("deepseek-v2-lite.npz")
+    run = sim.run(t, hardware.load("rtx4060"), sim_models.of_trace(t, "deepseek-v2-lite"), "spice", slots=500)
+    print(run.tpot, run.hit_rate)
+
+What is simulated, and what is not: docs/simulator.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _core
+from .hardware import Hardware
+from .sim_models import Shape
+from .trace import Trace
+
+#: Seconds of a drafted token, as a share of a token of the model with everything in the fast pool. MoE-SpAc
+#: drafts with a small model, MoE-SpeQ with a quantised copy of the model itself.
+DRAFT_COST = {"moe-spac": 0.12, "moe-speq": 0.6}
+
+
+def strategies() -> tuple[str, ...]:
+    """Every strategy that can be simulated; the default first, Belady's bounds last."""
+    return (*_core.sim.strategy_names(), *_core.sim.belady_names())
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a trace is played. See cpp/sim/simulator.h for what each does."""
+
+    batch: int = 1
+    prefill: int = 0
+    keep: bool = True
+    draft: int = 0
+    draft_cost: float | None = None  #: None: DRAFT_COST of the strategy, 0.1 for others with a draft
+    acceptance: float = 0.75
+    fidelity: float = 0.9
+    predictor: str = ""
+    recall: tuple[float, ...] = ()
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulated run. Times in seconds, counts of (call, expert) pairs of decode."""
+
+    strategy: str
+    slots: int
+    share: float  #: slots of all experts
+    tpot: float  #: seconds per decoded token
+    prefill_seconds: float
+    prefill_tokens: int
+    hit_rate: float  #: ready in the fast pool
+    late_rate: float  #: on the way there
+    miss_rate: float
+    fetch_rate: float  #: of all uses, fetched at once
+    host_rate: float  #: of all uses, computed by the host
+    ahead_per_token: float  #: slabs loaded ahead, per token
+    ahead_used: float  #: share of them that was used
+    link_bytes_per_token: float
+    link_busy: float  #: share of the time
+    host_busy: float
+    device_busy: float
+    other: float  #: seconds per token beside routed experts
+    tokens_per_step: float
+    counts: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+def cut(
+    trace: Trace, sequences: int = 0, tokens: int = 0
+) -> tuple[NDArray[np.int32], NDArray[np.int32], Any]:
+    """(ids, lens, weights) of some sequences, spread evenly, and of each its first tokens (0: all)."""
+    n = len(trace.lens)
+    chosen = sorted({i * n // sequences for i in range(sequences)}) if 0 < sequences < n else range(n)
+    ends = np.cumsum(trace.lens)
+    spans, lens = [], []
+    for i in chosen:
+        length = min(int(trace.lens[i]), tokens or int(trace.lens[i]))
+        start = int(ends[i]) - int(trace.lens[i])
+        spans.append(np.arange(start, start + length))
+        lens.append(length)
+    which = np.concatenate(spans) if spans else np.arange(0)
+    weights = None if trace.weights is None else trace.weights[:, which].astype(np.float32)
+    return (
+        np.ascontiguousarray(trace.ids[:, which], dtype=np.int32),
+        np.array(lens, dtype=np.int32),
+        weights,
+    )
+
+
+def profile(trace: Trace) -> NDArray[np.int64]:
+    """Uses of each expert, [layers, experts]: what strategies that never change start with."""
+    return np.stack([np.bincount(layer.ravel(), minlength=trace.n_expert) for layer in trace.ids])
+
+
+def resident_tpot(machine: Any, shape: Shape) -> float:
+    """Seconds of one token when every expert is in the fast pool."""
+    engine = machine.device if machine.has_device else machine.host
+    weights = shape.other_bytes + shape.top_k * sum(shape.slab_bytes)
+    return weights / engine.stream + shape.layers * (machine.layer_call + engine.call)
+
+
+def run(
+    trace: Trace,
+    hardware: Hardware,
+    shape: Shape,
+    strategy: str,
+    *,
+    slots: int,
+    memory_slots: int = 0,
+    use_device: bool = True,
+    options: Options | None = None,
+    sequences: int = 0,
+    tokens: int = 0,
+) -> Run:
+    """Simulate one strategy with `slots` experts in the fast pool (VRAM, or memory without a device).
+
+    memory_slots: with a device, experts that memory holds (0: all). Raises ValueError that names a wrong
+    argument, or a pool too small for the strategy.
+    """
+    o = options or Options()
+    ids, lens, weights = cut(trace, sequences, tokens)
+    machine = hardware.machine(use_device=use_device)
+    core = _core.sim.SimOptions()
+    for name in ("batch", "prefill", "keep", "draft", "acceptance", "fidelity", "predictor", "seed"):
+        setattr(core, name, getattr(o, name))
+    core.strategy, core.slots, core.memory_slots = strategy, slots, memory_slots
+    core.recall = list(o.recall)
+    core.profile = profile(trace).ravel().tolist()
+    cost = DRAFT_COST.get(strategy, 0.1 if o.draft else 0.0) if o.draft_cost is None else o.draft_cost
+    core.draft_seconds = cost * resident_tpot(machine, shape)
+    if strategy not in DRAFT_COST and not o.draft:
+        core.draft_seconds = 0.0
+    counts = _core.sim.simulate(
+        ids,
+        lens,
+        n_experts=trace.n_expert,
+        machine=machine,
+        model=shape.core(),
+        options=core,
+        weights=weights,
+    )
+    return _summary(strategy, slots, shape, counts)
+
+
+def _summary(strategy: str, slots: int, shape: Shape, c: dict[str, Any]) -> Run:
+    uses = max(c["hits"] + c["late"] + c["misses"], 1)
+    tokens = max(c["tokens"], 1)
+    everything = max(c["tokens"] + c["prefill_tokens"], 1)
+    seconds = max(c["total_seconds"], 1e-30)
+    return Run(
+        strategy=strategy,
+        slots=slots,
+        share=slots / shape.experts_total,
+        tpot=c["seconds"] / tokens,
+        prefill_seconds=c["prefill_seconds"],
+        prefill_tokens=c["prefill_tokens"],
+        hit_rate=c["hits"] / uses,
+        late_rate=c["late"] / uses,
+        miss_rate=c["misses"] / uses,
+        fetch_rate=c["fetched"] / uses,
+        host_rate=c["hosted"] / uses,
+        ahead_per_token=c["ahead"] / everything,
+        ahead_used=c["ahead_used"] / max(c["ahead"], 1),
+        link_bytes_per_token=c["link_bytes"] / everything,
+        link_busy=min(c["link_busy"] / seconds, 1.0),
+        host_busy=c["host_busy"] / seconds,
+        device_busy=c["device_busy"] / seconds,
+        other=c["other_seconds"] / tokens,
+        tokens_per_step=c["tokens"] / max(c["steps"], 1),
+        counts=c,
+    )
+
+
+def sweep(
+    trace: Trace,
+    hardware: Hardware,
+    shape: Shape,
+    names: Sequence[str],
+    shares: Sequence[float],
+    **arguments: Any,
+) -> list[Run]:
+    """Every strategy at every pool size (a share of all experts, at least one token's top-k).
+
+    Strategies that split their pool are left out where there is less than a slot per layer.
+    """
+    runs = []
+    for share in shares:
+        slots = max(shape.top_k, round(shape.experts_total * share))
+        for name in names:
+            if slots < shape.layers and name in SPLIT:
+                continue
+            runs.append(run(trace, hardware, shape, name, slots=slots, **arguments))
+    return runs
+
+
+#: Strategies whose pool is shared out over the layers.
+SPLIT = frozenset({"mixtral-offloading", "adapmoe", "hybrimoe", "promoe", "belady-layer"})
