@@ -79,7 +79,8 @@ void BenefitMeter::compare(double before, double probe, double after) {
 
 void BenefitMeter::schedule() {
     const bool starting = n_pairs_ < 4;
-    const double cost = std::abs(saving_);
+    const double size = std::min(std::abs(saving_), 1.9);
+    const double cost = 2.0 * size / (2.0 - size); // what the other mode takes more, in passes of this one
     const int32_t gap = eager_ > 0 ? gap_eager : gap_min;
     if (gap_ < gap - 1 || (!starting && credit_ < cost)) return;
     if (!starting) credit_ -= cost;

@@ -12,10 +12,11 @@
 // The saving of a pair is 2 (off - on) / (off + on); their decaying average decides, with a small hysteresis.
 // A pair is held within three mean deviations of the average, so that one hiccup does not decide.
 //
-// Cost. A probe costs about |average saving| of a pass. `probe_share` of the time of the passes is put aside
-// for them, plus enough for the first pairs; the larger the difference, the rarer the probes. A pair that
-// says the opposite of the average brings the next probes forward. Passes in which prefetching had nothing to
-// do (nothing missed, nothing moved) are the same in both modes: they call for no probes and teach nothing.
+// Cost. A probe costs the difference of the modes, about |average saving| of a pass. `probe_share` of the
+// time of the passes is put aside for them, plus enough for the first pairs; the larger the difference, the
+// rarer the probes. A pair that says the opposite of the average brings the next probes forward. Passes in
+// which prefetching had nothing to do (nothing missed, nothing moved) are the same in both modes: they call
+// for no probes and teach nothing.
 #pragma once
 
 #include <cstdint>

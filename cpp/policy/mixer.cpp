@@ -9,7 +9,7 @@ namespace spice::policy {
 namespace {
 
 constexpr float rate = 0.01F;        ///< share of a Newton step that w takes
-constexpr float group_rate = 0.01F;  ///< the same for v
+constexpr float group_rate = 0.02F;  ///< the same for v
 constexpr float keep_group = 0.999F; ///< v decays towards none
 constexpr float curvature_rate = 0.02F;
 constexpr float curvature_start = 1.0F;

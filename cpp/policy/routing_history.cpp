@@ -15,7 +15,7 @@ constexpr float alpha_slow = 0.03F;
 constexpr float alpha_recent = 0.6F;
 constexpr float alpha_batch_max = 0.5F; ///< the most that a call of many rows moves an average
 constexpr float uniform_share = 0.05F;  ///< of a chance: no expert is impossible
-constexpr float row_prior = 4.0F;       ///< visits of "as usual" that every count row starts with
+constexpr float count_prior = 0.4F;     ///< added to a count and to what it would be as usual
 constexpr uint8_t visit_limit = 90;     ///< a count row is halved when it has seen that many visits
 constexpr float ratio_limit = 8.0F;     ///< beyond which a log ratio says no more
 
@@ -42,14 +42,14 @@ RoutingHistory::RoutingHistory(const RoutingShape &shape, int32_t n_distances)
       uniform_(std::min(0.99F, static_cast<float>(top_k_) / static_cast<float>(n_experts_))),
       slow_(n_groups_ * n_experts_), long_(n_groups_ * n_experts_), seen_(n_groups_),
       recent_(n_groups_ * n_experts_), use_(n_groups_ * n_experts_), long_use_(n_groups_ * n_experts_),
-      inverse_(n_groups_ * n_experts_), follow_(n_groups_ * n_experts_), next_(n_groups_),
+      chance_(n_groups_ * n_experts_), follow_(n_groups_ * n_experts_), next_(n_groups_),
       later_(n_groups_ * n_distances_), ids_(n_groups_ * max_rows * top_k_), n_rows_(n_groups_),
       n_used_(n_groups_), total_rows_(n_groups_), called_(n_groups_) {
     // A count row holds limit / 2 .. limit visits, of which each expert gets top_k / n_experts per token.
     alpha_long_ = uniform_ / (0.75F * static_cast<float>(visit_limit));
     for (auto *average : {&slow_, &long_, &recent_}) std::fill(average->begin(), average->end(), uniform_);
     for (auto *odds : {&use_, &long_use_}) std::fill(odds->begin(), odds->end(), log_odds(uniform_));
-    std::fill(inverse_.begin(), inverse_.end(), 1.0F / uniform_);
+    std::fill(chance_.begin(), chance_.end(), uniform_);
     for (auto *tables : {&next_, &later_}) {
         for (Table &table : *tables) {
             table.visits.resize(n_experts_);
@@ -116,7 +116,7 @@ void RoutingHistory::learn_use(size_t g, std::span<const int32_t> ids, size_t ro
         const float p = with_uniform(whole[e], uniform_);
         use_[g * n_experts_ + e] = log_odds(with_uniform(slow[e], uniform_));
         long_use_[g * n_experts_ + e] = log_odds(p);
-        inverse_[g * n_experts_ + e] = 1.0F / p;
+        chance_[g * n_experts_ + e] = p;
     }
 }
 
@@ -152,24 +152,28 @@ void RoutingHistory::count(Table &table, std::span<const int32_t> from, std::spa
 
 void RoutingHistory::log_ratio(const Table &table, std::span<const int32_t> from, size_t target,
                                std::span<float> out) const {
-    const float *inverse = &inverse_[target * n_experts_];
-    // A block of experts at a time, whose products stay in registers. A ratio is between 0.04 and 20
-    // n_experts / top_k, so that a product of a few is a normal float.
+    // count + prior over what it would be as usual, visits * chance, + prior, multiplied over `from`; a block
+    // of experts at a time, whose products stay in registers. The factors are 0.4 to 91: few are normal
+    // floats.
+    const float *chance = &chance_[target * n_experts_];
     constexpr size_t few = 6;
     const auto block = [&](size_t first, auto size) {
-        std::array<float, size()> product;
+        std::array<float, size()> counted;
+        std::array<float, size()> usual;
         std::array<float, size()> sum{};
         for (size_t begin = 0; begin < from.size(); begin += few) {
-            product.fill(1.0F);
+            counted.fill(1.0F);
+            usual.fill(1.0F);
             for (const int32_t expert : from.subspan(begin, std::min(few, from.size() - begin))) {
                 const auto f = static_cast<size_t>(expert);
                 const uint8_t *counts = &table.counts[f * n_experts_ + first];
-                const float norm = 1.0F / (static_cast<float>(table.visits[f]) + row_prior);
+                const auto visits = static_cast<float>(table.visits[f]);
                 for (size_t i = 0; i < size(); ++i) {
-                    product[i] *= (static_cast<float>(counts[i]) * inverse[first + i] + row_prior) * norm;
+                    counted[i] *= static_cast<float>(counts[i]) + count_prior;
+                    usual[i] *= visits * chance[first + i] + count_prior;
                 }
             }
-            for (size_t i = 0; i < size(); ++i) sum[i] += fast_log(product[i]);
+            for (size_t i = 0; i < size(); ++i) sum[i] += fast_log(counted[i] / usual[i]);
         }
         for (size_t i = 0; i < size(); ++i) out[first + i] = limit(sum[i], ratio_limit);
     };

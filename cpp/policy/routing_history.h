@@ -91,7 +91,7 @@ class RoutingHistory {
     std::vector<float> recent_;       ///< by group, expert
     std::vector<float> use_;          ///< by group, expert
     std::vector<float> long_use_;     ///< by group, expert
-    std::vector<float> inverse_;      ///< by group, expert: 1 / the chance that long_use_ is the log-odds of
+    std::vector<float> chance_;       ///< by group, expert: what long_use_ is the log-odds of
     std::vector<float> follow_;       ///< by group, expert
     std::vector<Table> next_;         ///< by group
     std::vector<Table> later_;        ///< by group (of the first), distance - 1
