@@ -121,7 +121,8 @@ def add_rooflines(report: Report, memory: Report, disk: float) -> None:
     """
 
     def share(seconds: float, counters: dict[str, Any], in_memory: float) -> dict[str, Any]:
-        reading = counters["bytes_read"] / disk
+        # What was read ahead for nothing must not raise the limit.
+        reading = (counters["bytes_read"] - counters["wasted_bytes"]) / disk
         limit = max(reading, in_memory)
         return dict(seconds=limit, bound="disk" if reading > in_memory else "memory", share=limit / seconds)
 

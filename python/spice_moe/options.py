@@ -23,7 +23,7 @@ def strategies() -> tuple[str, ...]:
 
 
 def predictors() -> tuple[str, ...]:
-    """The names that ``predictor`` takes; the default first. (``replay`` is for benches: it is told the future.)"""
+    """The names that ``predictor`` takes; the default first. ``replay`` is for benches: it is told the future."""
     return tuple(_core.policy.predictor_names())
 
 
@@ -59,7 +59,7 @@ class SpiceOptions:
     """Read experts ahead of need. It turns itself off while it does not pay; ``"always"`` keeps it on."""
 
     predictor: str | None = None
-    """What predicts the experts of the next layers: a name of ``spice_moe.predictors()``; None is the default."""
+    """What predicts the next layers' experts: a name of ``spice_moe.predictors()``; None is the default."""
 
     sidecar: str | os.PathLike[str] | None = None
     """The file that ``spice-fit`` made for this model; None takes ``MODEL.spice.gguf`` if it is there."""

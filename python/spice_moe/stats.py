@@ -31,7 +31,7 @@ COUNTERS: dict[str, str] = {
     "prefetched": "experts that were queued for reading ahead of need",
     "prefetch_ready": "of these, experts that were in memory when a layer needed them",
     "prefetch_late": "of these, experts that were still on their way then",
-    "prefetch_dropped": "of these, experts that were taken back before they were read: their layer had passed",
+    "prefetch_dropped": "experts that were taken back before they were read: better ones came up",
     "prefetch_wasted": "of these, experts that left the pool without having been needed",
     "prefetch_bytes": "bytes read ahead, part of bytes_read",
     "wasted_bytes": "bytes of the wasted ones",

@@ -1,0 +1,160 @@
+"""Reading ahead against not reading ahead, and against an oracle: `python bench/prefetch.py MODEL`.
+
+Decodes real text token by token (routing decides what such a benchmark says), in fresh processes that alternate
+between: nothing read ahead, SPICE's default, the default that cannot turn itself off, and an oracle that is told
+the routing of the same text. `--bandwidth` throttles the disk with a blkio cgroup of version 1 (needs root),
+which direct reads obey. For each setting it prints tokens per second, how long compute threads waited, and which
+share of the waiting that the oracle avoids is avoided by SPICE. Fitted heads are used where `--sidecar` names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("prefetch_worker.py")
+THROTTLE = Path("/sys/fs/cgroup/blkio")
+MODES = ("none", "default", "always", "oracle")
+
+
+@contextlib.contextmanager
+def throttled(path: Path, bandwidth: int) -> Iterator[Path | None]:
+    """A cgroup whose processes read the disk of `path` at `bandwidth` bytes per second; None for 0: no limit."""
+    if not bandwidth:
+        yield None
+        return
+    device = os.stat(path).st_dev
+    if (
+        os.minor(device) != 0
+        and not Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue").exists()
+    ):
+        device = os.makedev(os.major(device), 0)  # a partition: the limit is of the whole disk
+    group = THROTTLE / f"spice-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        limit = f"{os.major(device)}:{os.minor(device)} {bandwidth}"
+        (group / "blkio.throttle.read_bps_device").write_text(limit)
+        yield group
+    finally:
+        group.rmdir()
+
+
+def run(job: dict[str, Any], group: Path | None) -> dict[str, Any]:
+    """One worker process."""
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    done = subprocess.run(
+        [sys.executable, str(WORKER), json.dumps(job)], stdout=subprocess.PIPE, text=True, preexec_fn=enter
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the worker for {job['mode']} ended with exit code {done.returncode}")
+    return json.loads(done.stdout)
+
+
+def describe(mode: str, n_tokens: int, reports: Sequence[dict[str, Any]]) -> str:
+    """One line of a mode: medians over the rounds, counters of the last."""
+    seconds = statistics.median(report["seconds"] for report in reports)
+    stalled = statistics.median(report["counters"]["stall_seconds"] for report in reports)
+    c = reports[-1]["counters"]
+    recall = c["predicted_right"] / c["predicted_experts"] if c["predicted_experts"] else 0.0
+    return (
+        f"  {mode:8} {n_tokens / seconds:6.2f} tokens/s, waiting {1000 * stalled / n_tokens:6.1f} ms/token, "
+        f"link busy {100 * c['read_seconds'] / reports[-1]['seconds']:3.0f} % at "
+        f"{c['bytes_read'] / max(c['read_seconds'], 1e-9) / 1e9:4.2f} GB/s, {c['bytes_read'] / n_tokens / 1e6:5.1f} MB/token "
+        f"({c['prefetch_bytes'] / n_tokens / 1e6:5.1f} ahead, {c['wasted_bytes'] / n_tokens / 1e6:4.1f} wasted), "
+        f"next-layer recall {recall:.3f}, predicting {100 * c['predict_seconds'] / reports[-1]['seconds']:.1f} %"
+    )
+
+
+def conclude(results: dict[str, list[dict[str, Any]]]) -> str:
+    """What reading ahead brought, from medians."""
+    seconds = {mode: statistics.median(r["seconds"] for r in rs) for mode, rs in results.items()}
+    stalls = {
+        mode: statistics.median(r["counters"]["stall_seconds"] for r in rs) for mode, rs in results.items()
+    }
+    parts = [f"{mode} / none {seconds['none'] / seconds[mode]:.3f}" for mode in results if mode != "none"]
+    text = "  speed: " + ", ".join(parts)
+    hideable = stalls["none"] - stalls.get("oracle", stalls["none"])
+    if hideable > 0:
+        for mode in ("default", "always"):
+            if mode in stalls:
+                text += f"; {mode} hides {100 * (stalls['none'] - stalls[mode]) / hideable:.0f} % of what the oracle hides"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    from spice_moe.budget import parse_size
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("--budgets", nargs="*", default=["42%"], metavar="SIZE", help="ram_budget")
+    parser.add_argument(
+        "--bandwidth", nargs="*", default=["0"], metavar="SIZE", help="bytes per second; 0: no limit"
+    )
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--predictor", metavar="NAME", help="instead of the default one")
+    parser.add_argument("--sidecar", type=Path, metavar="FILE")
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
+    parser.add_argument(
+        "--warm", type=int, default=32, metavar="N", help="decoded tokens before the counted ones"
+    )
+    parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+
+    everything = []
+    with tempfile.TemporaryDirectory() as folder:
+        common = dict(model=str(args.model), text=str(args.text), warm=args.warm, decode=args.decode,
+                      threads=args.threads, predictor=args.predictor,
+                      sidecar=str(args.sidecar) if args.sidecar else None,
+                      routing=str(Path(folder) / "routing.npz"))  # fmt: skip
+        if not args.json:
+            print(f"{args.model}: {args.model.stat().st_size / 2**30:.2f} GiB, text {args.text.name}, {args.warm} + "
+                  f"{args.decode} tokens, {args.threads} threads, load average {os.getloadavg()[0]:.1f}")  # fmt: skip
+        if "oracle" in args.modes:
+            run(common | dict(mode="record", budget=args.budgets[-1]), None)
+        for budget in args.budgets:
+            for bandwidth in args.bandwidth:
+                limit = parse_size(bandwidth) if bandwidth != "0" else 0
+                results: dict[str, list[dict[str, Any]]] = {mode: [] for mode in args.modes}
+                with throttled(args.model, limit) as group:
+                    for _ in range(args.rounds):
+                        for mode in args.modes:
+                            results[mode].append(run(common | dict(mode=mode, budget=budget), group))
+                everything.append(dict(budget=budget, bandwidth=limit, results=results))
+                if args.json:
+                    continue
+                print(
+                    f"budget {budget}, disk {'as it is' if not limit else f'limited to {limit / 1e9:.2f} GB/s'}:"
+                )
+                for mode, reports in results.items():
+                    print(describe(mode, args.decode, reports))
+                if "none" in results:
+                    print(conclude(results), flush=True)
+    same = len({tuple(r["best"]) for one in everything for rs in one["results"].values() for r in rs}) == 1
+    if args.json:
+        print(json.dumps(dict(configuration=common, settings=everything, same_tokens=same), indent=2))
+    else:
+        print(f"most likely tokens {'the same in all runs' if same else 'DIFFER'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""One run of bench/prefetch.py: `prefetch_worker.py JSON`, in the cgroup that the parent put it in.
+
+Prints one JSON object: seconds of the counted tokens, SPICE's counters of them, the most likely tokens. Mode
+`record` writes the routing of the text instead, for the oracle.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from spice_moe import Llama
+
+PROMPT = 16
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {"prefetch": False},
+    "record": {"prefetch": False},
+    "default": {},
+    "always": {"prefetch": "always"},
+    "oracle": {"prefetch": "always", "predictor": "replay"},
+}
+
+
+def load_routing(path: str) -> list[tuple[int, np.ndarray]]:
+    """(layer, ids [tokens, top_k]) of each layer call."""
+    with np.load(path) as file:
+        calls = np.split(file["ids"], np.cumsum(file["rows"])[:-1])
+        return list(zip(file["layers"].tolist(), calls, strict=True))
+
+
+def main() -> int:
+    """Run the job of argv[1]; see the parent for its fields."""
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    mode = job["mode"]
+    options: dict[str, Any] = dict(OPTIONS[mode])
+    if mode in ("default", "always"):
+        options |= {"predictor": job["predictor"], "sidecar": job["sidecar"]}
+    llm = Llama(
+        job["model"], ram_budget=job["budget"], preload=False, n_ctx=PROMPT + job["warm"] + job["decode"],
+        n_threads=job["threads"], n_threads_batch=job["threads"], verbose=False, seed=1, **options,
+    )  # fmt: skip
+    core = llm.spice._core
+    assert core is not None
+    text = llm.tokenize(Path(job["text"]).read_bytes(), add_bos=True)[: PROMPT + job["warm"] + job["decode"]]
+    if mode == "record":
+        core.start_capture()
+    if mode == "oracle":
+        core.set_future(load_routing(job["routing"]))
+    llm.eval(text[:PROMPT])
+    for token in text[PROMPT : PROMPT + job["warm"]]:
+        llm.eval([token])
+    llm.spice.reset_stats()
+    best: list[int] = []
+    started = time.perf_counter()
+    for token in text[PROMPT + job["warm"] :]:
+        llm.eval([token])
+        logits = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
+        best.append(int(np.argmax(np.ctypeslib.as_array(logits, shape=(llm.n_vocab(),)))))
+    seconds = time.perf_counter() - started
+    counters = llm.spice.stats()
+    plan = counters.pop("plan")
+    if mode == "record":
+        calls = [(layer, ids) for layer, _, ids in core.take_capture()]
+        np.savez(
+            job["routing"],
+            layers=np.array([layer for layer, _ in calls]),
+            rows=np.array([len(ids) for _, ids in calls]),
+            ids=np.concatenate([ids for _, ids in calls]),
+        )
+    llm.close()
+    print(json.dumps({"seconds": seconds, "counters": counters, "plan": plan, "best": best}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
