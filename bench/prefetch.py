@@ -1,10 +1,11 @@
 """Reading ahead against not reading ahead, and against an oracle: `python bench/prefetch.py MODEL`.
 
-Decodes real text token by token (routing decides what such a benchmark says), in fresh processes that alternate
-between: nothing read ahead, SPICE's default, the default that cannot turn itself off, and an oracle that is told
-the routing of the same text. `--bandwidth` throttles the disk with a blkio cgroup of version 1 (needs root),
-which direct reads obey. For each setting it prints tokens per second, how long compute threads waited, and which
-share of the waiting that the oracle avoids is avoided by SPICE. Fitted heads are used where `--sidecar` names them.
+Decodes real text token by token (routing decides what such a benchmark says), in fresh processes that
+alternate between: nothing read ahead, SPICE's default, the default that cannot turn itself off, and an oracle
+that is told the routing of the same text. `--bandwidth` throttles the disk with a blkio cgroup of version 1
+(needs root), which direct reads obey. For each setting it prints tokens per second, how long compute threads
+waited, and which share of the waiting that the oracle avoids is avoided by SPICE. Fitted heads are used where
+`--sidecar` names them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ MODES = ("none", "default", "always", "oracle")
 
 @contextlib.contextmanager
 def throttled(path: Path, bandwidth: int) -> Iterator[Path | None]:
-    """A cgroup whose processes read the disk of `path` at `bandwidth` bytes per second; None for 0: no limit."""
+    """A cgroup whose processes read the disk of `path` at `bandwidth` bytes per second; None for 0."""
     if not bandwidth:
         yield None
         return
-    device = os.stat(path).st_dev
+    device = path.stat().st_dev
     if (
         os.minor(device) != 0
         and not Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue").exists()
@@ -69,12 +70,14 @@ def describe(mode: str, n_tokens: int, reports: Sequence[dict[str, Any]]) -> str
     stalled = statistics.median(report["counters"]["stall_seconds"] for report in reports)
     c = reports[-1]["counters"]
     recall = c["predicted_right"] / c["predicted_experts"] if c["predicted_experts"] else 0.0
+    per_token = {name: c[name] / n_tokens / 1e6 for name in ("bytes_read", "prefetch_bytes", "wasted_bytes")}
+    speed = c["bytes_read"] / max(c["read_seconds"], 1e-9) / 1e9
     return (
         f"  {mode:8} {n_tokens / seconds:6.2f} tokens/s, waiting {1000 * stalled / n_tokens:6.1f} ms/token, "
-        f"link busy {100 * c['read_seconds'] / reports[-1]['seconds']:3.0f} % at "
-        f"{c['bytes_read'] / max(c['read_seconds'], 1e-9) / 1e9:4.2f} GB/s, {c['bytes_read'] / n_tokens / 1e6:5.1f} MB/token "
-        f"({c['prefetch_bytes'] / n_tokens / 1e6:5.1f} ahead, {c['wasted_bytes'] / n_tokens / 1e6:4.1f} wasted), "
-        f"next-layer recall {recall:.3f}, predicting {100 * c['predict_seconds'] / reports[-1]['seconds']:.1f} %"
+        f"link busy {100 * c['read_seconds'] / reports[-1]['seconds']:3.0f} % at {speed:4.2f} GB/s, "
+        f"{per_token['bytes_read']:5.1f} MB/token ({per_token['prefetch_bytes']:5.1f} ahead, "
+        f"{per_token['wasted_bytes']:4.1f} wasted), next-layer recall {recall:.3f}, "
+        f"predicting {100 * c['predict_seconds'] / reports[-1]['seconds']:.1f} %"
     )
 
 
@@ -90,7 +93,8 @@ def conclude(results: dict[str, list[dict[str, Any]]]) -> str:
     if hideable > 0:
         for mode in ("default", "always"):
             if mode in stalls:
-                text += f"; {mode} hides {100 * (stalls['none'] - stalls[mode]) / hideable:.0f} % of what the oracle hides"
+                share = 100 * (stalls["none"] - stalls[mode]) / hideable
+                text += f"; {mode} hides {share:.0f} % of what the oracle hides"
     return text
 
 
@@ -126,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                       sidecar=str(args.sidecar) if args.sidecar else None,
                       routing=str(Path(folder) / "routing.npz"))  # fmt: skip
         if not args.json:
-            print(f"{args.model}: {args.model.stat().st_size / 2**30:.2f} GiB, text {args.text.name}, {args.warm} + "
-                  f"{args.decode} tokens, {args.threads} threads, load average {os.getloadavg()[0]:.1f}")  # fmt: skip
+            print(
+                f"{args.model}: {args.model.stat().st_size / 2**30:.2f} GiB, text {args.text.name}, "
+                f"{args.warm} + {args.decode} tokens, {args.threads} threads, "
+                f"load average {os.getloadavg()[0]:.1f}"
+            )
         if "oracle" in args.modes:
             run(common | dict(mode="record", budget=args.budgets[-1]), None)
         for budget in args.budgets:
@@ -141,9 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 everything.append(dict(budget=budget, bandwidth=limit, results=results))
                 if args.json:
                     continue
-                print(
-                    f"budget {budget}, disk {'as it is' if not limit else f'limited to {limit / 1e9:.2f} GB/s'}:"
-                )
+                disk = f"limited to {limit / 1e9:.2f} GB/s" if limit else "as it is"
+                print(f"budget {budget}, disk {disk}:")
                 for mode, reports in results.items():
                     print(describe(mode, args.decode, reports))
                 if "none" in results:

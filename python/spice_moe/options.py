@@ -23,7 +23,7 @@ def strategies() -> tuple[str, ...]:
 
 
 def predictors() -> tuple[str, ...]:
-    """The names that ``predictor`` takes; the default first. ``replay`` is for benches: it is told the future."""
+    """The names that ``predictor`` takes; the default first (``replay`` is told the future: for benches)."""
     return tuple(_core.policy.predictor_names())
 
 

@@ -88,7 +88,7 @@ def test_nothing_is_predicted_where_everything_is_in_memory(model: Path) -> None
 
 def test_it_can_be_turned_off(model: Path, stock) -> None:
     with contextlib.closing(open_model(Llama, model, ram_budget="50%", prefetch=False)) as llm:
-        ids, logits = greedy(llm, TOKENS, DECODED)
+        _, logits = greedy(llm, TOKENS, DECODED)
         stats = llm.spice.stats()
     assert_same(logits, stock[1])
     assert stats["predicted_calls"] == stats["prefetched"] == 0
