@@ -33,7 +33,7 @@ class Engine;
 struct PrefetchOptions {
     bool enabled = true;
     std::string predictor = {}; ///< a name of policy::predictor_names(); empty: the default
-    bool always = false;   ///< do not turn off what does not pay: for benches
+    bool always = false;        ///< do not turn off what does not pay: for benches
 };
 
 /// What predicting has come to, since the last reset.
@@ -44,7 +44,7 @@ struct PrefetchCounters {
     uint64_t correct = 0;  ///< of these, routed to
     double seconds = 0.0;  ///< compute-thread time of predicting and planning
     bool on = false;       ///< now
-    double saving = 0.0;   ///< measured share of a pass's time; below zero: it costs
+    double saving = 0.0;   ///< measured share of the waiting; below zero: it costs
     uint64_t switches = 0; ///< turned on or off
 };
 
@@ -81,7 +81,7 @@ class Prefetcher {
 
     explicit Prefetcher(Engine &engine) : engine_(engine) {}
     void check_forecast(int32_t group, std::span<const int32_t> ids);
-    void end_pass(double now);
+    void end_pass();
     [[nodiscard]] int32_t predict(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
     [[nodiscard]] std::span<const float> scores(int32_t group, int32_t horizon, const RouterInput &input,
                                                 std::span<const int32_t> ids);
@@ -115,6 +115,9 @@ class Prefetcher {
     std::vector<Queued> taken_back_;
     std::vector<float> scores_; ///< [max_rows][n_experts]
     std::vector<float> scratch_;
+    double seen_stalled_ = 0.0;
+    double pass_predicting_ = 0.0; ///< seconds, in the present pass
+    uint64_t seen_read_ = 0;
     uint64_t seen_missed_ = 0, seen_ready_ = 0, seen_late_ = 0, seen_wasted_ = 0;
 };
 

@@ -36,7 +36,7 @@ COUNTERS: dict[str, str] = {
     "prefetch_bytes": "bytes read ahead, part of bytes_read",
     "wasted_bytes": "bytes of the wasted ones",
     "prefetch_on": "whether experts are read ahead now: it turns itself off while it does not pay",
-    "prefetch_saving": "measured share of a token's time that reading ahead saves; below zero it costs",
+    "prefetch_saving": "measured share of the waiting that reading ahead saves, its own cost taken off",
     "prefetch_switches": "times that it was turned off or on again",
     "predicted_calls": "layer calls from which the next layers were predicted",
     "predicted_layers": "layers predicted in these calls",
