@@ -2,10 +2,10 @@
 
 MODEL should have planted routing (models/synth.py --like), so that its routing follows the text. Steps:
  1. the routing of the text is recorded (stock llama.cpp);
- 2. decode is measured at each budget, a fresh process and a cold page cache each time, nothing loaded ahead, as
-    bench/ram_tier.py does; once with everything in memory;
- 3. the simulator plays the same tokens. From the run with everything in memory it takes the CPU's speed, from the
-    others nothing but the disk's bandwidth (bytes read per second with a read running).
+ 2. decode is measured at each budget as bench/ram_pressure.py does, a fresh process and a cold page cache each
+    time, nothing loaded ahead; once with everything in memory;
+ 3. the simulator plays the same tokens. From the run with everything in memory it takes the CPU's speed, from
+    the others nothing but the disk's bandwidth (bytes read per second with a read running).
 Printed is simulated / measured for each budget: the goal is 0.85 to 1.15. Needs a quiet machine.
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ram_tier import parse_bytes, run
+from ram_pressure import drop_from_page_cache
 from spice_moe import hardware, sim, sim_models, trace
 
 PROMPT = 16  #: tokens that the worker evaluates at once before it decodes
@@ -31,6 +32,25 @@ def record(model: Path, text: Path, tokens: int) -> trace.Trace:
         path = Path(folder) / "routing.npz"
         trace.record(model, [text.read_text("utf-8")], path, tokens=tokens, sequence=1024)
         return trace.load(path)
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """One measured run, in a process of its own: decode as bench/ram_pressure.py's worker does it."""
+    from ram_pressure_worker import Run
+    from spice_moe import Llama
+
+    options: dict[str, Any] = dict(n_ctx=1024, n_threads=job["threads"], n_threads_batch=job["threads"])
+    llm = Llama(
+        job["model"], ram_budget=job["budget"], strategy=job["strategy"], prefetch=False, preload=False,
+        verbose=False, seed=1, **options,
+    )  # fmt: skip
+    worker = Run(job, llm)
+    if job["twice"]:  # everything into memory first
+        worker.decode()
+    report, _ = worker.decode()
+    report["slots"] = llm.spice.plan.slots
+    llm.close()
+    return report
 
 
 def simulated(
@@ -54,6 +74,10 @@ def simulated(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    if sys.argv[1:2] == ["--worker"]:
+        print(json.dumps(work(json.loads(sys.argv[2]))))
+        return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,13 +86,10 @@ def main(argv: list[str] | None = None) -> int:
         "--shares", nargs="+", type=float, default=[20, 30, 50, 70], help="budgets, %% of experts"
     )
     parser.add_argument("--strategies", nargs="+", default=["spice", "lru"])
-    parser.add_argument(
-        "--memory", type=parse_bytes, default=0, metavar="SIZE", help="cgroup limit (default: none)"
-    )
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
     parser.add_argument("--warm", type=int, default=32, help="decoded tokens before the counted ones")
     parser.add_argument("--decode", type=int, default=64, help="counted tokens")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
 
@@ -76,27 +97,29 @@ def main(argv: list[str] | None = None) -> int:
     routing = record(args.model, args.text, PROMPT + args.warm + args.decode)
     sim_models.check(shape, routing, str(args.text))
     job = dict(model=str(args.model), kind="spice", threads=args.threads, text=str(args.text), prefills=[],
-               warm=args.warm, decode=args.decode, direct_io=True, io_threads=0, prefetch=False)  # fmt: skip
+               warm=args.warm, decode=args.decode)  # fmt: skip
 
-    def measure(strategy: str, share: float, warm: int) -> dict[str, Any]:
-        report = run(job | dict(strategy=strategy, budget=share, warm=warm, label=""), args.memory)
-        counters = report["counters"]["decode"]
+    def measure(strategy: str, share: float, *, twice: bool = False) -> dict[str, Any]:
+        drop_from_page_cache([args.model])
+        command = [sys.executable, __file__, "--worker"]
+        text = json.dumps(job | dict(strategy=strategy, budget=share, twice=twice))
+        done = subprocess.run([*command, text], stdout=subprocess.PIPE, text=True, check=True)
+        report = json.loads(done.stdout)
+        counters = report["counters"]
         return {
-            "tpot": report["decode_seconds"] / args.decode,
-            "slots": report["plan"]["slots"],
+            "tpot": report["seconds"] / args.decode,
+            "slots": report["slots"],
             "miss_rate": counters["experts_missed"] / max(counters["experts_requested"], 1),
-            "bandwidth": counters["bytes_read"] / max(counters["read_seconds"], 1e-9),
+            "bandwidth": max(counters["bytes_read"], 1) / max(counters["read_seconds"], 1e-9),
         }
 
-    # With everything in memory, and what misses there still read: time per token is the CPU's.
-    full = measure(args.strategies[0], 1.0, args.warm)
-    weights = shape.other_bytes + shape.top_k * sum(shape.slab_bytes)
-    read = full["miss_rate"] * shape.top_k * sum(shape.slab_bytes) / max(full["bandwidth"], 1.0)
-    stream = weights / max(full["tpot"] - read, 1e-9)
+    # With everything in memory, time per token is the CPU's.
+    full = measure(args.strategies[0], 1.0, twice=True)
+    stream = (shape.other_bytes + shape.top_k * sum(shape.slab_bytes)) / full["tpot"]
     rows = []
     for strategy in args.strategies:
         for share in args.shares:
-            measured = measure(strategy, share / 100, args.warm)
+            measured = measure(strategy, share / 100)
             machine = hardware.Hardware(
                 name="this machine",
                 note="from the measured runs",
@@ -104,7 +127,6 @@ def main(argv: list[str] | None = None) -> int:
                 host=hardware.Engine(stream, stream * 1.6),
                 disk=hardware.Link(measured["bandwidth"]),
             )
-            machine = replace(machine, contention=0.0)
             slots = measured["slots"]
             tpot = simulated(routing, machine, shape, strategy, slots, args.warm)
             rows.append({"strategy": strategy, "share": share, "simulated": tpot, **measured})
@@ -117,7 +139,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(f"{args.model.name}: {full['tpot'] * 1e3:.1f} ms/token with every expert in memory")
     print(
-        f"{'strategy':14}{'slots':>6}{'measured ms':>13}{'simulated ms':>14}{'ratio':>7}{'missed':>8}{'GB/s':>7}"
+        f"{'strategy':14}{'slots':>6}{'measured ms':>13}{'simulated ms':>14}{'ratio':>7}{'missed':>8}"
+        f"{'GB/s':>7}"
     )
     for row in rows:
         print(
