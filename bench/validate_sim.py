@@ -2,8 +2,8 @@
 
 MODEL should have planted routing (models/synth.py --like), so that its routing follows the text. Steps:
  1. the routing of the text is recorded (stock llama.cpp);
- 2. decode is measured at each budget as bench/ram_pressure.py does, a fresh process and a cold page cache each
-    time, nothing loaded ahead; once with everything in memory;
+ 2. decode is measured at each budget as bench/ram_pressure.py does, a fresh process and a cold page cache
+    each time, nothing loaded ahead; once with everything in memory;
  3. the simulator plays the same tokens. From the run with everything in memory it takes the CPU's speed, from
     the others nothing but the disk's bandwidth (bytes read per second with a read running).
 Printed is simulated / measured for each budget: the goal is 0.85 to 1.15. Needs a quiet machine.
