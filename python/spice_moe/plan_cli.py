@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except KeyboardInterrupt:
         return cli.INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has left; Python must not flush it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return cli.OTHER
     except Exception as error:
         code = cli.USAGE if type(error) is ValueError else cli._exit_code(error)
         message = cli._one_line(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except KeyboardInterrupt:
         return cli.INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has left; Python must not flush it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return cli.OTHER
     except Exception as error:
         code = cli.USAGE if type(error) is ValueError else cli._exit_code(error)
         message = cli._one_line(error)
@@ -209,6 +213,7 @@ def draw(runs: Sequence[sim.Run], path: Path, title: str, resident: float) -> No
     """TPOT against the pool's size, a line per strategy; Belady's bounds dashed, all in the pool dotted."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name in dict.fromkeys(one.strategy for one in runs):
         mine = [one for one in runs if one.strategy == name]
         style = "--" if name.startswith("belady") else "-"
