@@ -10,8 +10,8 @@ namespace {
 constexpr double probe_share = 0.01;  ///< of the passes' time, for probes
 constexpr double credit_max = 2.0;    ///< passes; what an undisturbed time can save up
 constexpr double memory = 1.0 / 16.0; ///< weight of a pair once there are many
-constexpr double hysteresis = 0.005;
-constexpr int32_t gap_eager = 2; ///< passes from a probe to the next: at the start and in doubt
+constexpr double hysteresis = 0.03;   ///< below it the other mode may cost more than it brings
+constexpr int32_t gap_eager = 2;      ///< passes from a probe to the next: at the start and in doubt
 constexpr int32_t gap_min = 8;
 constexpr int32_t doubt_pairs = 4; ///< quick pairs after one that says the opposite
 constexpr double doubt = 0.02;     ///< what counts as the opposite
@@ -63,7 +63,8 @@ void BenefitMeter::compare(double before, double probe, double after) {
     const double reach = 3.0 * deviation_;
     const double held = std::clamp(pair, saving_ - reach, saving_ + reach);
     ++n_pairs_;
-    const double weight = std::max(1.0 / static_cast<double>(n_pairs_), memory);
+    // The mode at the start counts as two pairs: one hiccup does not decide.
+    const double weight = std::max(1.0 / static_cast<double>(n_pairs_ + 2), memory);
     deviation_ += memory * (std::abs(held - saving_) - deviation_);
     saving_ += weight * (held - saving_);
     if (eager_ > 0) {

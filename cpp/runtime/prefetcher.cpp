@@ -150,7 +150,8 @@ void Prefetcher::check_forecast(int32_t group, std::span<const int32_t> ids) {
 
 /// Reports the pass that has ended to the meter. What is compared is not its whole time, whose noise (other
 /// processes, frequencies) hides savings of a few percent, but the part that prefetching changes: waiting,
-/// predicting, and the processor time of reading.
+/// predicting, and the processor time of reading; for each byte that the pass needed and did not find in
+/// memory, because how many that are differs from token to token.
 void Prefetcher::end_pass() {
     const Counters now = engine_.prefetch_bytes();
     const auto since = []<class T>(T &seen, T total) { // totals start anew when the user resets them
@@ -164,11 +165,12 @@ void Prefetcher::end_pass() {
     const double waited =
         since(seen_stalled_, engine_.stalls_.seconds()) + std::exchange(pass_predicting_, 0.0) +
         seconds_per_byte * static_cast<double>(since(seen_read_, engine_.reader_->counters().bytes));
-    const policy::PassReport report = {.seconds = clock_.pass_seconds() > 0.0 ? waited : 0.0,
-                                       .missed_bytes = bytes(seen_missed_, now.missed_bytes),
-                                       .useful_bytes = bytes(seen_ready_, now.ready_bytes),
-                                       .late_bytes = bytes(seen_late_, now.late_bytes),
-                                       .wasted_bytes = bytes(seen_wasted_, now.wasted_bytes)};
+    policy::PassReport report = {.missed_bytes = bytes(seen_missed_, now.missed_bytes),
+                                 .useful_bytes = bytes(seen_ready_, now.ready_bytes),
+                                 .late_bytes = bytes(seen_late_, now.late_bytes),
+                                 .wasted_bytes = bytes(seen_wasted_, now.wasted_bytes)};
+    const int64_t needed = report.missed_bytes + report.useful_bytes + report.late_bytes;
+    if (needed > 0 && clock_.pass_seconds() > 0.0) report.seconds = waited / static_cast<double>(needed);
     if (report.seconds > 0.0) {
         meter_.end_pass(report);
     } else {
