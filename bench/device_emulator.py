@@ -1,7 +1,7 @@
 """The emulated accelerator from Python: builds its library, registers its devices, sets and reads them.
 
-A device that is registered stays for the life of the process, and llama.cpp gives it to every context: do it in
-a process of its own. See cpp/emulator/emulator.h for what the numbers mean.
+A device that is registered stays for the life of the process, and llama.cpp gives it to every context: do it
+in a process of its own. See cpp/emulator/emulator.h for what the numbers mean.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ def stock(path: Path, options: dict) -> tuple[Logits, list[int], Logits, dict]:
 
 @pytest.mark.parametrize("arch", ["qwen2moe", "deepseek2", "llama"])
 @pytest.mark.parametrize("speed", [Speed(), Speed(upload_per_second=2e9, copy_latency_seconds=2e-4)])
-def test_stock_on_the_device_equals_the_cpu(device: DeviceProcess, tiny_model, arch, speed) -> None:
+def test_stock_on_the_device_equals_the_cpu(emulated: DeviceProcess, tiny_model, arch, speed) -> None:
     path = tiny_model(arch, layers=3, expert_type="Q4_K", seed=1)
     first, ids, logits, _ = stock(path, {})
-    there = device.run(stock, path, {"n_gpu_layers": 99, "main_gpu": 0, "split_mode": 0, "speed": speed})
+    there = emulated.run(stock, path, {"n_gpu_layers": 99, "main_gpu": 0, "split_mode": 0, "speed": speed})
     assert_same(there[0], first)
     assert there[1] == ids
     assert_same(there[2], logits)
