@@ -1,8 +1,8 @@
 """A process with a device that is no CPU, in which device tests run their functions.
 
-A registered ggml device cannot be taken back and changes where llama.cpp computes, so it stays out of pytest's
-own process. ``DeviceProcess.run(function, *arguments)`` calls a function of a test module in the child; what
-it raises, asserts included, is raised here.
+A registered ggml device cannot be taken back and changes where llama.cpp computes, so it stays out of
+pytest's own process. ``DeviceProcess.run(function, *arguments)`` calls a function of a test module in the
+child; what it raises, asserts included, is raised here.
 """
 
 from __future__ import annotations
