@@ -50,7 +50,7 @@ void memory_fill(ggml_backend_buffer_t buffer, ggml_tensor *tensor, uint8_t valu
 }
 void memory_write(ggml_backend_buffer_t buffer, ggml_tensor *tensor, const void *from, size_t offset,
                   size_t bytes) {
-    device_of(buffer).upload(real(buffer, tensor, offset, bytes), from, bytes);
+    device_of(buffer).upload(real(buffer, tensor, offset, bytes), from, bytes, false);
 }
 void memory_read(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, void *to, size_t offset,
                  size_t bytes) {

@@ -38,7 +38,7 @@ class Device {
     [[nodiscard]] DeviceMemory &memory() { return memory_; }
 
     // Copies of `bytes` between real device bytes and host memory, at the link's speed; the caller sleeps.
-    void upload(std::byte *to, const void *from, size_t bytes);
+    void upload(std::byte *to, const void *from, size_t bytes, bool queued);
     void download(const std::byte *from, void *to, size_t bytes);
 
     /// A host buffer's memory: pinned while the limit allows it, else nullptr.

@@ -55,7 +55,7 @@ void write_async(ggml_backend_t backend, ggml_tensor *tensor, const void *from, 
     StreamBackend &me = self(backend);
     std::byte *to = real(me, tensor, offset, bytes);
     if (to == nullptr) return;
-    me.stream->push([&device = me.device, to, from, bytes] { device.upload(to, from, bytes); });
+    me.stream->push([&device = me.device, to, from, bytes] { device.upload(to, from, bytes, true); });
 }
 
 void read_async(ggml_backend_t backend, const ggml_tensor *tensor, void *to, size_t offset, size_t bytes) {

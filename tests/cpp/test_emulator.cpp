@@ -259,7 +259,7 @@ TEST(memory_ends_at_the_limit_and_comes_back) {
 
 TEST(injected_failures_happen_once) {
     (void)the_device();
-    Rig rig(64);
+    Rig rig(1024);
     const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(rig.device);
     CHECK_EQ(spice_emulator_fail(0, SPICE_EMULATOR_FAIL_ALLOCATION, 2), 0);
     for (const bool fails : {false, true, false}) {

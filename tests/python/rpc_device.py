@@ -89,9 +89,8 @@ def connect(library: Path, endpoint: str) -> None:
     registration = rpc.ggml_backend_rpc_add_server(endpoint.encode())
     if not registration:
         raise RpcUnavailableError(f"no device at {endpoint}")
-    import llama_cpp._ggml as ggml
-
-    register = ggml.libggml.ggml_backend_register
+    # By its soname: libggml.so is another file in the wheel, and loading that gives another, unused registry.
+    register = ctypes.CDLL("libggml.so.0").ggml_backend_register
     register.argtypes = [ctypes.c_void_p]
     register.restype = None
     register(registration)
@@ -99,7 +98,7 @@ def connect(library: Path, endpoint: str) -> None:
 
 def _serve(library: Path, endpoint: str) -> None:
     rpc = _load(library)
-    base = ctypes.CDLL(str(_libraries() / "libggml.so"))
+    base = ctypes.CDLL("libggml.so.0")
     base.ggml_backend_dev_by_name.restype = ctypes.c_void_p
     devices = (ctypes.c_void_p * 1)(base.ggml_backend_dev_by_name(b"CPU"))
     rpc.ggml_backend_rpc_start_server(

@@ -15,6 +15,11 @@ TOKENS = prompt(33)
 STEPS = 8
 
 
+def core_of(llm: Llama) -> Any:
+    assert llm._attachment is not None
+    return llm._attachment.core
+
+
 def expected(path: Path, options: dict[str, Any]) -> tuple[Logits, list[int], Logits]:
     """What stock llama.cpp computes on the CPU, in a process without a device."""
     with contextlib.closing(open_model(Stock, path, **options)) as llm:
@@ -23,8 +28,9 @@ def expected(path: Path, options: dict[str, Any]) -> tuple[Logits, list[int], Lo
 
 def beside(path: Path, options: dict[str, Any]) -> tuple[Logits, list[int], Logits, dict[str, Any]]:
     """The same by SPICE, everything else on the device; and SPICE's counters."""
-    with contextlib.closing(open_model(Llama, path, n_gpu_layers=99, **options)) as llm:
+    with contextlib.closing(open_model(Llama, path, n_gpu_layers=99, vram_budget=0, **options)) as llm:
         counts = Counts(llm)
+        assert core_of(llm).device_needs()["device"] in ("EMU0", "RPC0"), "there is a device to compute on"
         first = prefill(llm, TOKENS)
         counts.expect(batches=1, tokens=33)
         counts = Counts(llm)
@@ -66,5 +72,5 @@ def test_some_layers_on_the_device(device: DeviceProcess, tiny_model, layers: in
 
 def beside_some(path: Path, layers: int) -> tuple[Logits, Logits]:
     """As :func:`beside` with the last ``layers`` layers on the device."""
-    with contextlib.closing(open_model(Llama, path, n_gpu_layers=layers)) as llm:
+    with contextlib.closing(open_model(Llama, path, n_gpu_layers=layers, vram_budget=0)) as llm:
         return prefill(llm, TOKENS), greedy(llm, TOKENS, STEPS)[1]
