@@ -127,9 +127,10 @@ Result<std::unique_ptr<DeviceTier>> DeviceTier::make(Engine &engine, ggml_backen
             group.slab_bytes += of.parts[p]->info->stride;
         }
     }
-    tier->link_ = DeviceLink::make(device, [it = tier.get()](DeviceLink::Ticket ticket, double seconds) {
-        it->uploaded(ticket, seconds);
-    });
+    tier->link_ =
+        DeviceLink::make(device, [it = tier.get()](DeviceLink::Ticket ticket, double begun, double ended) {
+            it->uploaded(ticket, begun, ended);
+        });
     if (tier->link_ == nullptr) {
         return Status(Code::out_of_memory, plan.device + " gave no stream for copies; give vram_budget=0");
     }
@@ -232,7 +233,7 @@ void DeviceTier::submit(Upload upload) {
     });
 }
 
-void DeviceTier::uploaded(DeviceLink::Ticket ticket, double seconds) {
+void DeviceTier::uploaded(DeviceLink::Ticket ticket, double begun, double ended) {
     {
         const std::lock_guard lock(engine_.mutex_);
         const auto it = std::ranges::find(flights_, ticket, &Upload::ticket);
@@ -244,14 +245,13 @@ void DeviceTier::uploaded(DeviceLink::Ticket ticket, double seconds) {
         if (there.doomed && there.pins == 0) evict(upload.group, upload.expert);
         unpin_host(upload.group, upload.expert);
         if (engine_.timeline_.on()) {
-            const double end = Timeline::now();
             engine_.timeline_.add(Timeline::Track::upload,
                                   std::string(upload.fill ? "fill" : "fetch") + " layer " +
                                       std::to_string(engine_.layer_of(upload.group)) + " expert " +
                                       std::to_string(upload.expert),
-                                  end - seconds, end);
+                                  begun, ended);
         }
-        costs_.link(groups_[static_cast<size_t>(upload.group)].slab_bytes, seconds);
+        costs_.link(groups_[static_cast<size_t>(upload.group)].slab_bytes, ended - begun);
     }
     engine_.arrivals_.note(); // a layer call may wait for the host slot
     if (plan_.asynchronous) pump();

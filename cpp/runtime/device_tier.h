@@ -135,7 +135,7 @@ class DeviceTier {
 
     // Without it:
     void submit(Upload upload);
-    void uploaded(DeviceLink::Ticket ticket, double seconds);
+    void uploaded(DeviceLink::Ticket ticket, double begun, double ended);
     void pump(); ///< submits a fill when the link is idle
 
     Engine &engine_;

@@ -61,14 +61,14 @@ void DeviceLink::submit(std::span<const UploadPart> parts, const std::function<v
     if (has_events_) flight.event = new_event();
     if (flight.event == nullptr) {
         ggml_backend_synchronize(stream_.get());
-        const double seconds = now() - flight.since;
+        const double ended = now();
         {
             const std::lock_guard lock(mutex_);
             counters_.uploads += 1;
             counters_.bytes += flight.bytes;
-            counters_.busy_seconds += seconds;
+            counters_.busy_seconds += ended - flight.since;
         }
-        done_(flight.ticket, seconds);
+        done_(flight.ticket, flight.since, ended);
         return;
     }
     ggml_backend_event_record(flight.event.get(), stream_.get());
@@ -95,13 +95,13 @@ void DeviceLink::run() {
         lock.unlock();
         ggml_backend_event_synchronize(flight.event.get());
         const double ended = now();
-        const double seconds = ended - std::max(flight.since, free_since_);
+        const double begun = std::max(flight.since, free_since_);
         free_since_ = ended;
-        done_(flight.ticket, seconds);
+        done_(flight.ticket, begun, ended);
         lock.lock();
         counters_.uploads += 1;
         counters_.bytes += flight.bytes;
-        counters_.busy_seconds += seconds;
+        counters_.busy_seconds += ended - begun;
         // Only order() and this thread hold events; one that order() may still name is not used again.
         if (flight.event.use_count() == 1) spare_.push_back(std::move(flight.event));
     }

@@ -42,8 +42,8 @@ struct LinkCounters {
 class DeviceLink {
   public:
     using Ticket = uint64_t; ///< counts uploads from 1; 0 is none
-    /// Told of every upload that has ended, with the seconds that it had the link.
-    using Done = std::function<void(Ticket, double seconds)>;
+    /// Told of every upload that has ended, and from when to when it had the link (seconds, steady clock).
+    using Done = std::function<void(Ticket, double begun, double ended)>;
 
     [[nodiscard]] static std::unique_ptr<DeviceLink> make(ggml_backend_dev_t device, Done done);
     ~DeviceLink(); ///< waits for what is on the way
