@@ -70,17 +70,19 @@ void RowCopies::run(ggml_tensor *, int thread, int n_threads, void *job) {
 
 ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
     reset();
+    const double begun = Timeline::now();
+    graph_ = graph;
     n_threads_ = n_threads;
     nodes_ = {ggml_graph_nodes(graph), static_cast<size_t>(ggml_graph_n_nodes(graph))};
     for (const ggml_tensor *node : nodes_) count_.matmul_nodes += expert_matmul(node) != nullptr;
     const auto n_shared = static_cast<size_t>(std::ranges::count_if(nodes_, is_shared_expert_node));
     count_.delegated_nodes = nodes_.size() - count_.matmul_nodes;
 
-    // At most two nodes for each of ours (pack, multiply), and three tensors; and for each of the shared
-    // expert's (the early twin, the copy of its result).
-    const size_t capacity = nodes_.size() + count_.matmul_nodes + 2 * n_shared;
+    // At most three nodes for each of ours (pack, multiply, merge), and four tensors; and for each of the
+    // shared expert's (the early twin, the copy of its result).
+    const size_t capacity = nodes_.size() + 2 * count_.matmul_nodes + 2 * n_shared;
     const size_t bytes = ggml_graph_overhead_custom(capacity, false) +
-                         (count_.matmul_nodes * 4 + n_shared * 2) * ggml_tensor_overhead();
+                         (count_.matmul_nodes * 5 + n_shared * 2) * ggml_tensor_overhead();
     if (arena_.size() < bytes) arena_.resize(bytes);
     context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
     if (context_ == nullptr) throw std::bad_alloc();
@@ -98,13 +100,22 @@ ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
         }
     }
     if (status == GGML_STATUS_SUCCESS) status = run_pending();
-    if (engine_ != nullptr) engine_->count_graph(count_);
+    if (engine_ != nullptr) {
+        engine_->count_graph(count_);
+        if (engine_->timeline().on() && !calls_.empty()) {
+            const std::string layer = std::to_string(engine_->layer_of(calls_.front().group));
+            engine_->timeline().add(Timeline::Track::layer, "layer " + layer, begun, Timeline::now());
+        }
+    }
     reset();
     return status;
 }
 
 void BlockGraph::reset() {
     count_ = {};
+    for (DeviceLaunch &launch : launches_) launch.wait(); // when a call ended early
+    launches_used_ = 0;
+    block_.reset();
     calls_.clear(); // unpins; waits for reads when a call ended early
     packs_.clear();
     matmuls_.clear();
@@ -206,7 +217,12 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     RoutedCall &call = calls_.emplace_back();
     call.ids = ids;
     call.group = weights.group;
-    if (Status status = call.layer.begin(*weights.engine, weights.group, routed); !status.ok()) {
+    const std::vector<int32_t> left = share_with_device(node, weights, call, routed);
+    if (Status status = call.layer.begin(*weights.engine, weights.group, left); !status.ok()) {
+        return fail(std::move(status));
+    }
+    if (Status status = launch_device(call, routed); !status.ok()) {
+        weights.engine->device()->forget();
         return fail(std::move(status));
     }
     weights.engine->routed(weights.group, router_input(node), routed);
@@ -214,6 +230,71 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     call.sort_rows(routed, ids->ne[0], weights.info->n_expert);
     *out = &call;
     return GGML_STATUS_SUCCESS;
+}
+
+std::vector<int32_t> BlockGraph::share_with_device(const ggml_tensor *node, const ExpertTensor &weights,
+                                                   RoutedCall &call, std::span<const int32_t> routed) {
+    std::vector<int32_t> left(routed.begin(), routed.end());
+    DeviceTier *tier = weights.engine->device();
+    if (tier == nullptr) return left;
+    if (device_stream_ == nullptr) device_stream_.reset(ggml_backend_dev_init(tier->device(), nullptr));
+    if (device_stream_ == nullptr) throw std::bad_alloc();
+    if (fits_.size() <= static_cast<size_t>(weights.group)) {
+        fits_.resize(static_cast<size_t>(weights.group) + 1, Fit::unknown);
+    }
+    Fit &fit = fits_[static_cast<size_t>(weights.group)];
+    if (fit != Fit::no) block_ = BlockShape::recognise(graph_, node->src[2], weights.group);
+    if (fit == Fit::unknown) {
+        const size_t mark = launches_used_;
+        const bool can = block_.has_value() && next_launch().supported(*block_, *tier);
+        fit = can ? Fit::yes : Fit::no;
+        launches_used_ = mark;
+    }
+    if (fit == Fit::no || !block_ || is_pending(block_->x)) {
+        block_.reset();
+        tier->count_unfit();
+        return left;
+    }
+    call.device.begin(*tier, weights.group, routed);
+    std::erase_if(left, [&](int32_t id) { return call.device.takes(id); });
+    call.merge_at = block_->down;
+    return left;
+}
+
+Status BlockGraph::launch_device(RoutedCall &call, std::span<const int32_t> routed) {
+    if (call.merge_at == nullptr) return {};
+    call.launched = Timeline::now();
+    const int64_t n_routed = call.ids->ne[0];
+    const DeviceTier &tier = *engine_->device();
+    for (const std::span<const DeviceExpert> experts : {call.device.resident(), call.device.late()}) {
+        if (experts.empty()) continue;
+        std::vector<DeviceRows> rows;
+        for (const DeviceExpert &expert : experts) {
+            rows.push_back({expert, {}});
+            for (size_t r = 0; r < routed.size(); ++r) {
+                if (routed[r] != expert.expert) continue;
+                rows.back().rows.push_back({static_cast<int32_t>(static_cast<int64_t>(r) % n_routed),
+                                            static_cast<int32_t>(static_cast<int64_t>(r) / n_routed)});
+            }
+        }
+        if (experts.data() == call.device.late().data()) engine_->device()->order(device_stream_.get());
+        DeviceLaunch &launch = next_launch();
+        if (Status status = launch.launch(*block_, tier, rows); !status.ok()) return status;
+        call.launches.push_back(&launch);
+    }
+    return {};
+}
+
+DeviceLaunch &BlockGraph::next_launch() {
+    if (launches_used_ == launches_.size()) launches_.emplace_back(device_stream_.get());
+    return launches_[launches_used_++];
+}
+
+void BlockGraph::add_merge(RoutedCall &call) {
+    const auto run = [](ggml_tensor *, int thread, int, void *data) {
+        if (thread == 0) static_cast<RoutedCall *>(data)->merge();
+    };
+    ggml_graph_add_node(pending_, custom_node(context_.get(), run, &call));
 }
 
 ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weights) {
@@ -229,17 +310,25 @@ ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weight
     if (const ggml_status status = find_call(node, weights, &call); status != GGML_STATUS_SUCCESS) {
         return status;
     }
-    if (!call->layer.streaming() && call->most_rows < compute::batched_rows()) {
-        count_.rows_direct += call->rows.size();
-        add_direct(node, weights, *call);
+    const ggml_status status = multiply_on_host(node, weights, *call);
+    if (status == GGML_STATUS_SUCCESS && node == call->merge_at) add_merge(*call);
+    return status;
+}
+
+ggml_status BlockGraph::multiply_on_host(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call) {
+    if (call.rows.empty()) return GGML_STATUS_SUCCESS; // all of them on the device, or no rows at all
+    if (!call.layer.streaming() && call.most_rows < compute::batched_rows()) {
+        count_.rows_direct += call.rows.size();
+        add_direct(node, weights, call);
         return GGML_STATUS_SUCCESS;
     }
-    count_.rows_batched += call->rows.size();
-    if (!call->layer.streaming() && call->layer.all_ready(weights.part)) {
-        add_batched(node, weights, *call);
+    count_.rows_batched += call.rows.size();
+    // ggml's product has all rows or none: with some on the device, the others go in waves.
+    if (!call.layer.streaming() && call.device.empty() && call.layer.all_ready(weights.part)) {
+        add_batched(node, weights, call);
         return GGML_STATUS_SUCCESS;
     }
-    return run_waves(node, weights, *call);
+    return run_waves(node, weights, call);
 }
 
 void BlockGraph::add_direct(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call) {

@@ -13,6 +13,7 @@
 // Engine::fail. May throw std::bad_alloc.
 #pragma once
 
+#include "backend/device_block.h"
 #include "backend/early_nodes.h"
 #include "backend/routed_call.h"
 
@@ -48,6 +49,15 @@ class BlockGraph {
     [[nodiscard]] ggml_status find_call(const ggml_tensor *node, const ExpertTensor &weights,
                                         RoutedCall **out);
     [[nodiscard]] RouterInput router_input(const ggml_tensor *node) const;
+    /// Gives the device its share of the call's experts; `routed` is [tokens][n_routed]. Returns what is left
+    /// for the host.
+    [[nodiscard]] std::vector<int32_t> share_with_device(const ggml_tensor *node, const ExpertTensor &weights,
+                                                         RoutedCall &call, std::span<const int32_t> routed);
+    [[nodiscard]] Status launch_device(RoutedCall &call, std::span<const int32_t> routed);
+    [[nodiscard]] DeviceLaunch &next_launch();
+    void add_merge(RoutedCall &call);
+    [[nodiscard]] ggml_status multiply_on_host(ggml_tensor *node, const ExpertTensor &weights,
+                                               RoutedCall &call);
     void add_direct(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     void add_batched(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     [[nodiscard]] ggml_status run_waves(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
@@ -62,6 +72,7 @@ class BlockGraph {
     void reset();
 
     ggml_backend_t cpu_;
+    ggml_cgraph *graph_ = nullptr; ///< of this run
     int n_threads_ = 1;
     Engine *engine_ = nullptr;
     Engine::GraphCount count_;
@@ -72,6 +83,12 @@ class BlockGraph {
     EarlyNodes early_;
     std::deque<RowCopies> copies_;
     ggml_cgraph *pending_ = nullptr; ///< nodes collected and not yet run
+    ggml_backend_ptr device_stream_; ///< the device's kernels; made at first use
+    std::deque<DeviceLaunch> launches_;
+    size_t launches_used_ = 0;
+    std::optional<BlockShape> block_; ///< of the call that is being set up
+    enum class Fit : uint8_t { unknown, yes, no };
+    std::vector<Fit> fits_; ///< of each group: can the device compute its block?
     std::deque<RoutedCall> calls_;
     std::deque<compute::PackJob> packs_;
     std::deque<compute::MatmulJob> matmuls_;

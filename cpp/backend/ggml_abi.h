@@ -118,6 +118,11 @@ struct ggml_backend {
     void *context;
 };
 
+struct ggml_backend_event {
+    ggml_backend_dev_t device;
+    void *context;
+};
+
 struct ggml_backend_device {
     spice::abi::DeviceTable table;
     ggml_backend_reg_t registration;

@@ -1,8 +1,20 @@
 #include "backend/routed_call.h"
 
+#include "backend/device_block.h"
+
 #include <algorithm>
 
 namespace spice {
+
+void RoutedCall::merge() {
+    const double begun = Timeline::now();
+    for (DeviceLaunch *launch : launches) launch->wait();
+    const double done = Timeline::now();
+    for (const DeviceLaunch *launch : launches) launch->scatter();
+    device.ended({.host = rows.empty() ? 0.0 : begun - launched,
+                  .device = launches.empty() ? 0.0 : done - launched,
+                  .waited = done - begun});
+}
 
 void RoutedCall::sort_rows(std::span<const int32_t> routed, int64_t n_routed, int32_t n_expert) {
     std::vector<int32_t> place(static_cast<size_t>(n_expert), -1);
@@ -10,15 +22,22 @@ void RoutedCall::sort_rows(std::span<const int32_t> routed, int64_t n_routed, in
     for (size_t e = 0; e < experts.size(); ++e)
         place[static_cast<size_t>(experts[e])] = static_cast<int32_t>(e);
     first.assign(experts.size() + 1, 0);
-    for (const int32_t id : routed) ++first[static_cast<size_t>(place[static_cast<size_t>(id)]) + 1];
+    const auto place_of = [&](int32_t id) { return place[static_cast<size_t>(id)]; };
+    size_t n_rows = 0;
+    for (const int32_t id : routed) {
+        if (place_of(id) < 0) continue; // the device's
+        ++first[static_cast<size_t>(place_of(id)) + 1];
+        ++n_rows;
+    }
     for (size_t e = 0; e < experts.size(); ++e) {
         most_rows = std::max<int64_t>(most_rows, first[e + 1]);
         first[e + 1] += first[e];
     }
-    rows.resize(routed.size());
+    rows.resize(n_rows);
     std::vector<uint32_t> next(first.begin(), first.end() - 1);
     for (size_t r = 0; r < routed.size(); ++r) {
-        const auto e = static_cast<size_t>(place[static_cast<size_t>(routed[r])]);
+        if (place_of(routed[r]) < 0) continue;
+        const auto e = static_cast<size_t>(place_of(routed[r]));
         rows[next[e]++] = {static_cast<int32_t>(static_cast<int64_t>(r) % n_routed),
                            static_cast<int32_t>(static_cast<int64_t>(r) / n_routed)};
     }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "compute/expert_matmul.h"
+#include "runtime/device_tier.h"
 #include "runtime/layer_call.h"
 
 #include "ggml.h"
@@ -14,6 +15,8 @@
 
 namespace spice {
 
+class DeviceLaunch;
+
 struct RoutedCall {
     struct Row {
         int32_t i = 0; ///< which of the token's routed experts
@@ -23,7 +26,7 @@ struct RoutedCall {
     LayerCall layer;
     const ggml_tensor *ids = nullptr; ///< as in llama.cpp's graph, [routed, tokens]
     int32_t group = 0;
-    std::vector<Row> rows;       ///< by expert, in the order of layer.experts()
+    std::vector<Row> rows;       ///< of the host's experts, by expert, in the order of layer.experts()
     std::vector<uint32_t> first; ///< the rows of experts()[e] are first[e] up to first[e + 1]
     int64_t most_rows = 0;       ///< of one expert
 
@@ -32,6 +35,15 @@ struct RoutedCall {
     const ggml_tensor *packed_from = nullptr; ///< the activations that `packed` holds
     ggml_type packed_type = GGML_TYPE_COUNT;
     const compute::PackJob *packed = nullptr;
+
+    // With a device tier and a block that the device can compute:
+    DeviceCall device;                     ///< its experts are not in `layer`
+    const ggml_tensor *merge_at = nullptr; ///< the down product, where the device's results join
+    std::vector<DeviceLaunch *> launches;  ///< under way
+    double launched = 0.0;                 ///< when
+
+    /// Waits for the device and puts its rows into the down product. On one thread.
+    void merge();
 
     /// Sorts the rows by expert; `routed` is [tokens][n_routed], the ids that `layer` was begun with.
     void sort_rows(std::span<const int32_t> routed, int64_t n_routed, int32_t n_expert);

@@ -3,6 +3,7 @@
 #include "backend/expert_buffer.h"
 #include "backend/host_buffer.h"
 #include "backend/plugin.h"
+#include "bindings/device_bindings.h"
 #include "bindings/errors.h"
 #include "runtime/engine.h"
 
@@ -121,6 +122,7 @@ py::dict pool(const Model &m) {
     out["n_classes"] = plan.n_classes;
     out["eviction"] = plan.eviction;
     out["direct_io"] = plan.direct_io;
+    out["pinned"] = plan.pinned;
     out["predictor"] = plan.predictor;
     out["head_bytes"] = plan.head_bytes;
     out["sidecar"] = plan.sidecar;
@@ -153,6 +155,7 @@ py::dict stats(const Model &m) {
     out["resident_experts"] = c.resident_experts;
     out["resident_bytes"] = c.resident_bytes;
     out["failures"] = c.failures;
+    add_device_stats(m.engine(), out);
     out["prefetched"] = c.prefetched;
     out["prefetch_ready"] = c.prefetch_ready;
     out["prefetch_late"] = c.prefetch_late;
@@ -212,6 +215,7 @@ PYBIND11_MODULE(_core, m) {
     m.def("runtime_ggml_version", [] { return std::string(ggml_version()); });
     m.def("register_backend", [] { raise_if(register_plugin()); });
     bind_policy(m);
+    bind_device(m);
     bind_heads(m);
     bind_sim(m);
     bind_prediction(m);
@@ -224,8 +228,10 @@ PYBIND11_MODULE(_core, m) {
              py::arg("prefetch_always") = false, py::arg("sidecar") = "", py::arg("sidecar_required") = true)
         .def(
             "build_pool",
-            [](const Model &model, uint64_t budget) { raise_if(model.engine().build_pool(budget)); },
-            py::arg("budget"))
+            [](const Model &model, uint64_t budget, uint64_t pinned_limit) {
+                raise_if(build_pool(model.engine(), budget, pinned_limit));
+            },
+            py::arg("budget"), py::arg("pinned_limit") = 0)
         .def(
             "preload",
             [](const Model &model, const std::vector<std::pair<int32_t, int32_t>> &experts) {
@@ -234,6 +240,20 @@ PYBIND11_MODULE(_core, m) {
             py::arg("experts"))
         .def("uses", [](const Model &model) { return model.engine().uses(); })
         .def("pool", &pool)
+        .def("device_needs", [](const Model &model) { return device_needs(model.engine()); })
+        .def("device_pool", [](const Model &model) { return device_pool(model.engine()); })
+        .def(
+            "build_device_pool",
+            [](const Model &model, uint64_t budget, const std::string &placement) {
+                raise_if(build_device_pool(model.engine(), budget, placement));
+            },
+            py::arg("budget"), py::arg("placement") = "")
+        .def("start_timeline", [](const Model &model) { model.engine().timeline().start(); })
+        .def("write_timeline",
+             [](const Model &model, const std::string &path) {
+                 raise_if(model.engine().timeline().write(path));
+             })
+        .def("forget_device", [](const Model &model) { forget_device(model.engine()); })
         .def("summary", &summary)
         .def("slab_bytes",
              [](const Model &model) { // of one routed expert, by MoE layer
@@ -244,7 +264,11 @@ PYBIND11_MODULE(_core, m) {
                  return bytes;
              })
         .def("stats", &stats)
-        .def("reset_stats", [](const Model &model) { model.engine().reset_counters(); })
+        .def("reset_stats",
+             [](const Model &model) {
+                 model.engine().reset_counters();
+                 reset_device_stats(model.engine());
+             })
         .def(
             "start_capture",
             [](const Model &model, uint64_t limit) { model.engine().capture().start(limit); },

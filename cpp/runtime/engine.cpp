@@ -1,5 +1,7 @@
 #include "runtime/engine.h"
 
+#include "runtime/device_tier.h"
+
 #include <algorithm>
 #include <system_error>
 
@@ -100,6 +102,7 @@ Status Engine::set_up_prefetch(const EngineOptions &options) {
 
 Engine::~Engine() {
     preloader_.reset();
+    device_.reset(); // waits for uploads from the slots
     reader_.reset();
 } // no thread writes to slots after this
 
@@ -178,7 +181,7 @@ void Engine::plan_pool(int64_t expert_used) {
     }
 }
 
-Status Engine::build_pool(uint64_t budget) {
+Status Engine::build_pool(uint64_t budget, ggml_backend_buffer_type_t pinned, uint64_t pinned_limit) {
     const std::lock_guard lock(mutex_);
     if (classes_.empty()) return {};
     if (plan_.n_slots > 0) return {Code::internal, "the expert pool is there already"};
@@ -196,13 +199,16 @@ Status Engine::build_pool(uint64_t budget) {
                               ? cls.n_experts
                               : std::min(std::min(min_slots, cls.n_experts) + extra, cls.n_experts);
         const auto n_slots = static_cast<int32_t>(n);
-        auto pool = SlotPool::make(cls.slot_bytes, n_slots, std::max<uint64_t>(reader_->alignment(), 64));
+        const bool pin = plan_.pinned + cls.slot_bytes * static_cast<uint64_t>(n_slots) <= pinned_limit;
+        auto pool = SlotPool::make(cls.slot_bytes, n_slots, std::max<uint64_t>(reader_->alignment(), 64),
+                                   pin ? pinned : nullptr);
         if (!pool.ok()) return pool.status();
         cls.pool = pool.take();
         cls.eviction = policy::make_eviction(
             plan_.eviction, {static_cast<int32_t>(cls.groups.size()), cls.max_experts, n_slots, cls.top_k});
         plan_.n_slots += n_slots;
         plan_.budget += cls.pool.stride() * static_cast<uint64_t>(n_slots);
+        plan_.pinned += cls.pool.pinned() ? cls.pool.stride() * static_cast<uint64_t>(n_slots) : 0;
     }
     return {};
 }
@@ -275,6 +281,10 @@ Counters Engine::prefetch_bytes() const {
     return counters_;
 }
 
+int32_t Engine::layer_of(int32_t group) const {
+    return groups_[static_cast<size_t>(group)].layer;
+}
+
 int32_t Engine::group_of(int32_t layer) const {
     const auto it = std::ranges::find_if(
         groups_, [&](const Group &group) { return group.layer == layer && group.bank == Bank::routed; });
@@ -336,6 +346,8 @@ void Engine::evict(SizeClass &cls, policy::SlabId id) {
 
 bool Engine::prefetch(Group &group, int32_t expert, policy::Evictable may_leave) {
     Slab &slab = group.slabs[static_cast<size_t>(expert)];
+    const auto index = static_cast<int32_t>(&group - groups_.data());
+    if (device_ != nullptr && device_->has(index, expert)) return false; // it will not be needed here
     if (slab.slot >= 0 || !give_slot(group, expert, may_leave)) return false;
     slab.ahead = true;
     for (size_t part = 0; part < group.parts.size(); ++part) {

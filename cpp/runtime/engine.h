@@ -17,10 +17,13 @@
 #include "runtime/preloader.h"
 #include "runtime/slab.h"
 #include "runtime/stall_clock.h"
+#include "runtime/timeline.h"
 #include "store/expert_index.h"
 #include "store/gguf_model.h"
 #include "store/slab_reader.h"
 #include "store/slot_pool.h"
+
+#include "ggml-backend.h"
 
 #include <filesystem>
 #include <map>
@@ -35,7 +38,9 @@
 
 namespace spice {
 
+class DeviceTier;
 class Engine;
+struct DevicePartShape;
 
 /// One stacked expert weight tensor as the backend sees it.
 struct ExpertTensor {
@@ -87,10 +92,10 @@ struct Counters {
 };
 
 struct EngineOptions {
-    int64_t expert_used = 0; ///< the user's override of expert_used_count, 0 for none
-    int32_t io_threads = 0;  ///< reads in flight; 0 tunes it
-    uint64_t ram_budget = 0; ///< bytes for slots; 0: room for every expert
-    std::string eviction = {};    ///< a name of policy::eviction_names(); empty: the default
+    int64_t expert_used = 0;   ///< the user's override of expert_used_count, 0 for none
+    int32_t io_threads = 0;    ///< reads in flight; 0 tunes it
+    uint64_t ram_budget = 0;   ///< bytes for slots; 0: room for every expert
+    std::string eviction = {}; ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;
     PrefetchOptions prefetch = {};
     bool sidecar_required = true;       ///< false: go on without one that cannot be used, and say so
@@ -109,9 +114,10 @@ struct PoolPlan {
     int32_t n_classes = 0;
     std::string eviction;
     bool direct_io = false;
+    uint64_t pinned = 0;     ///< of budget, memory that devices copy from at full speed
     std::string predictor;   ///< empty: nothing is read ahead
     uint64_t head_bytes = 0; ///< memory of the prediction heads, beside the budget
-    std::string sidecar;      ///< the file whose heads are used; empty: none
+    std::string sidecar;     ///< the file whose heads are used; empty: none
     std::string head_reason; ///< why some layers are predicted from history alone
 };
 
@@ -126,7 +132,9 @@ class Engine {
     /// Makes the pool, before the first layer call: once the rest of the model is in memory, it is known what
     /// is left. `budget` in bytes, what exceeds everything is not taken. Errors: budget (below the smallest
     /// that works), out_of_memory, internal (called twice).
-    [[nodiscard]] Status build_pool(uint64_t budget);
+    /// `pinned`: a device's host buffer type, for as many bytes as `pinned_limit`; nullptr for none.
+    [[nodiscard]] Status build_pool(uint64_t budget, ggml_backend_buffer_type_t pinned = nullptr,
+                                    uint64_t pinned_limit = 0);
 
     /// Reads experts of routed banks, (layer, expert), the first first, into free slots until the first layer
     /// call begins (preloader.h). Once, after build_pool; does not block. Errors: internal (no pool, a second
@@ -155,6 +163,14 @@ class Engine {
     /// The prefetcher, or nullptr when there is none.
     [[nodiscard]] Prefetcher *prefetcher() const { return prefetcher_.get(); }
 
+    /// Makes the device tier, after build_pool and before the first layer call. Errors: DeviceTier::make's.
+    [[nodiscard]] Status build_device_pool(ggml_backend_dev_t device, uint64_t budget,
+                                           const std::string &placement);
+    [[nodiscard]] DeviceTier *device() const { return device_.get(); } ///< nullptr: no device pool
+
+    [[nodiscard]] Timeline &timeline() { return timeline_; }
+    [[nodiscard]] int32_t layer_of(int32_t group) const; ///< for messages
+
     struct GraphCount {
         uint64_t matmul_nodes = 0, delegated_nodes = 0, early_nodes = 0, waves = 0;
         uint64_t rows_direct = 0, rows_batched = 0;
@@ -163,13 +179,17 @@ class Engine {
     void fail(Status status); ///< keeps the status for take_error() and counts it
     [[nodiscard]] std::optional<Status> take_error();
     [[nodiscard]] Counters counters() const;
-    [[nodiscard]] uint64_t bytes_waiting() const { return reader_->bytes_waiting(); } ///< of all reads not done
+    [[nodiscard]] uint64_t bytes_waiting() const {
+        return reader_->bytes_waiting();
+    } ///< of all reads not done
     void reset_counters();
 
   private:
     friend class LayerCall;
     friend class Prefetcher;
     friend class Preloader;
+    friend class DeviceTier;
+    friend class DeviceCall;
 
     struct Group {
         int32_t layer = 0;
@@ -205,6 +225,8 @@ class Engine {
     /// Experts of the group that have no slot and at least that chance.
     [[nodiscard]] int32_t n_absent(int32_t group, std::span<const float> chances, float least) const;
     [[nodiscard]] bool some_missing() const; ///< some expert is not in memory
+    /// For each size class and part: every type and shape that its groups have.
+    [[nodiscard]] std::vector<std::vector<std::vector<DevicePartShape>>> device_shapes() const;
     void build_groups();
     void plan_pool(int64_t expert_used);
     [[nodiscard]] Status set_up_prefetch(const EngineOptions &options);
@@ -231,6 +253,7 @@ class Engine {
     std::unordered_map<std::string_view, std::unique_ptr<ExpertTensor>> tensors_;
     Arrivals arrivals_;
     StallClock stalls_;
+    Timeline timeline_;
     Capture capture_;
 
     mutable std::mutex mutex_; ///< guards slabs' slots and pins, pools, strategies, counters
@@ -244,6 +267,7 @@ class Engine {
     double loads_per_call_ = 0.0; ///< a decayed average
 
     std::unique_ptr<Preloader> preloader_;
+    std::unique_ptr<DeviceTier> device_; ///< its link's thread uses everything above
     std::unique_ptr<SlabReader> reader_; ///< last: its threads write to everything above
 };
 

@@ -21,6 +21,7 @@ enum class Code : int32_t {
     version,       ///< not the ggml we were built for         -> SpiceVersionError
     internal,      ///< a bug of ours                          -> SpiceError
     budget,        ///< a memory budget that cannot work       -> SpiceBudgetError
+    device,        ///< an accelerator failed                  -> SpiceDeviceError
 };
 
 /// A code and a sentence that names the file, the number and the remedy. Cheap to copy when ok.

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from ._versions import check_versions
 from .errors import (
     SpiceBudgetError,
+    SpiceDeviceError,
     SpiceError,
     SpiceFileNotFoundError,
     SpiceFormatError,
@@ -26,6 +27,7 @@ from .errors import (
 # Before anything that needs llama_cpp or the compiled core.
 check_versions()
 
+from .device import placements  # noqa: E402
 from .llama import Llama  # noqa: E402
 from .options import SpiceOptions, predictors, strategies  # noqa: E402
 from .plan import Plan  # noqa: E402
@@ -38,6 +40,7 @@ __all__ = [
     "Llama",
     "Plan",
     "SpiceBudgetError",
+    "SpiceDeviceError",
     "SpiceError",
     "SpiceFileNotFoundError",
     "SpiceFormatError",
@@ -47,6 +50,7 @@ __all__ = [
     "SpiceUnsupportedError",
     "SpiceVersionError",
     "__version__",
+    "placements",
     "predictors",
     "strategies",
 ]

@@ -12,6 +12,7 @@ import llama_cpp
 
 from . import _core
 from .budget import FreeMemory, free_memory, is_auto, resolve
+from .device import VramChoice, pinned_limit, resolve_vram, warn_if_pageable
 from .errors import SpiceBudgetError, SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
@@ -21,6 +22,9 @@ from .usage import add_run, hottest_first, read_uses, usage_file, write_uses
 #: Bytes of experts below which reading them takes no time that anybody would notice.
 WORTH_PRELOADING = 2**30
 
+# Biases and scales of experts: SPICE computes with them on the host, and llama.cpp would otherwise put them
+# on the GPU and copy all of them back for every layer call.
+_BESIDE_EXPERTS = rb"^blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_(exps|chexps)\.(bias|scale)$"
 _USED_KEY = ".expert_used_count"
 SIDECAR_SUFFIX = ".spice.gguf"  # of what spice-fit writes beside MODEL.gguf
 # (memory-mapped, locked) -> what the plan calls it
@@ -92,6 +96,9 @@ class Attachment:
         self._lora = arguments.get("lora_path") is not None
         self._kv_overrides: dict[str, Any] | None = arguments.get("kv_overrides")
         self._preload = ""
+        self._offloaded = bool(arguments.get("n_gpu_layers", 0))
+        self._vram = VramChoice(0, "")
+        self._device: dict[str, Any] = {}
         self._pool_bytes: int | None = None  # "auto" is not known before the rest is loaded
         core = open_core(path, options, self._kv_overrides)
         try:
@@ -111,8 +118,10 @@ class Attachment:
                 _core.register_backend()
                 self._overrides[0] = _BuftOverride(core.override_pattern.encode(), core.buffer_type())
                 # llama.cpp chooses better where there is a choice: GPU layers, repacked weights.
-                if not (options.repack or arguments.get("n_gpu_layers", 0)):
+                if not (options.repack or self._offloaded):
                     self._overrides[1] = _BuftOverride(core.host_pattern.encode(), core.host_buffer_type())
+                elif self._offloaded:
+                    self._overrides[1] = _BuftOverride(_BESIDE_EXPERTS, core.host_buffer_type())
         except BaseException:
             core.close()
             raise
@@ -157,8 +166,16 @@ class Attachment:
             return
         if self._pool_bytes is None:
             self._pool_bytes = self._resolve(free_memory())
-        self.core.build_pool(self._pool_bytes)
+        if self.options.timeline is not None:
+            self.core.start_timeline()
+        needs = self.core.device_needs()
+        self._vram = resolve_vram(self.options.vram_budget, needs, offloaded=self._offloaded)
+        self.core.build_pool(self._pool_bytes, pinned_limit() if self._vram.bytes else 0)
         self._pool = self.core.pool()
+        if self._vram.bytes:
+            self.core.build_device_pool(self._vram.bytes, self.options.placement or "")
+            warn_if_pageable(needs, self._pool)
+        self._device = {**needs, **self.core.device_pool()}
         self._preload = self._start_preload(self.core)
 
     def _start_preload(self, core: _core.Model) -> str:
@@ -202,6 +219,16 @@ class Attachment:
             free=free.bytes,
         )
 
+    def write_timeline(self) -> None:
+        """Write the timeline, if there is one. Raises ``SpiceIOError``."""
+        if self.core is not None and self.options.timeline is not None:
+            self.core.write_timeline(os.fspath(self.options.timeline))
+
+    def forget_device(self) -> None:
+        """Drop what is in the GPU's memory: a compute failed, and it may be incomplete."""
+        if self.core is not None:
+            self.core.forget_device()
+
     def take_error(self) -> tuple[int, str] | None:
         """The core's last failure while computing, or None."""
         return None if self.core is None else self.core.take_error()
@@ -242,6 +269,12 @@ class Attachment:
             working_set_bytes=pool.get("working_set", 0),
             smallest_budget=pool.get("smallest", 0),
             strategy=pool.get("eviction", ""),
+            device=self._device.get("device", "") if self._vram.bytes else "",
+            vram_budget=self._device.get("budget", 0),
+            vram_slots=self._device.get("n_slots", 0),
+            vram_reason=self._vram.reason,
+            pinned_bytes=pool.get("pinned", 0),
+            placement=self._device.get("placement", ""),
             direct_io=pool.get("direct_io", False),
             predictor=pool.get("predictor", ""),
             predictor_bytes=pool.get("head_bytes", 0),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, _core, budget
+from .device import check_vram, placements
 from .errors import (
     SpiceBudgetError,
     SpiceError,
@@ -164,6 +165,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="auto",
         help="memory for experts: 6GiB, 6G, 50%% of them, or auto (default: what is free)",
     )
+    run.add_argument(
+        "--gpu-layers",
+        type=int,
+        metavar="N",
+        default=0,
+        help="layers whose other weights go to the GPU, -1 for all (default 0)",
+    )
+    run.add_argument(
+        "--vram",
+        type=_vram,
+        metavar="SIZE",
+        default="auto",
+        help="GPU memory for experts, as --ram; auto: what is free, if --gpu-layers is not 0; 0: none",
+    )
+    run.add_argument(
+        "--placement", metavar="NAME", help=f"who computes which expert: {', '.join(placements())}"
+    )
     run.add_argument("--strategy", metavar="NAME", help=f"who leaves a full pool: {', '.join(strategies())}")
     run.add_argument(
         "--no-prefetch", action="store_true", help="read experts only when they are needed, never ahead"
@@ -177,6 +195,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--no-preload",
         action="store_true",
         help="forget which experts earlier runs used; read nothing at start",
+    )
+    run.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="write what happened when to FILE, for Perfetto (Chrome trace format)",
     )
     run.add_argument("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
@@ -200,6 +223,14 @@ def _positive(text: str) -> int:
 def _budget(text: str) -> str:
     try:
         budget.check(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _vram(text: str) -> str:
+    try:
+        check_vram(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
@@ -258,7 +289,11 @@ def _load(args: argparse.Namespace) -> MeteredLlama:
         args.model,
         enabled=not args.plain,
         ram_budget=args.ram,
+        vram_budget=args.vram,
+        placement=args.placement,
+        timeline=args.timeline,
         strategy=args.strategy,
+        n_gpu_layers=args.gpu_layers,
         prefetch=not args.no_prefetch,
         preload=not args.no_preload,
         predictor=args.predictor,

@@ -37,6 +37,10 @@ class SpiceBudgetError(SpiceError, ValueError):
     """The memory budget for experts cannot work; the message names the smallest that can."""
 
 
+class SpiceDeviceError(SpiceError, RuntimeError):
+    """An accelerator failed to compute. The next call starts with an empty pool there."""
+
+
 class SpiceFileNotFoundError(SpiceError, FileNotFoundError, ValueError):
     """There is no such file. A ``ValueError`` too, because that is what ``llama_cpp.Llama`` raises."""
 
@@ -53,6 +57,7 @@ _BY_CODE: dict[int, type[SpiceError]] = {
     8: SpiceVersionError,  # version
     9: SpiceError,  # internal
     10: SpiceBudgetError,  # budget
+    11: SpiceDeviceError,  # device
 }
 
 

@@ -62,6 +62,9 @@ class Llama(llama_cpp.Llama):
         enabled: bool | None = None,
         repack: bool | None = None,
         ram_budget: Budget | None = None,
+        vram_budget: Budget | None = None,
+        placement: str | None = None,
+        timeline: str | os.PathLike[str] | None = None,
         strategy: str | None = None,
         direct_io: bool | None = None,
         io_threads: int | None = None,
@@ -76,6 +79,9 @@ class Llama(llama_cpp.Llama):
             enabled=enabled,
             repack=repack,
             ram_budget=ram_budget,
+            vram_budget=vram_budget,
+            placement=placement,
+            timeline=timeline,
             strategy=strategy,
             direct_io=direct_io,
             io_threads=io_threads,
@@ -152,7 +158,10 @@ class Llama(llama_cpp.Llama):
         if spice is not None:
             spice.detach()
         if self._attachment is not None:
-            self._attachment.close()
+            try:
+                self._attachment.write_timeline()
+            finally:
+                self._attachment.close()
 
     def __del__(self) -> None:
         # At interpreter exit, parts of the parent's modules may be gone already.
@@ -176,6 +185,8 @@ class Llama(llama_cpp.Llama):
         try:
             yield
         except RuntimeError as error:
+            if self._attachment is not None:
+                self._attachment.forget_device()
             cause = None if self._attachment is None else self._attachment.take_error()
             if cause is None:
                 raise

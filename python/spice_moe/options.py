@@ -6,9 +6,10 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from . import _core, budget
+from . import _core, budget, device
 from .budget import Budget
 
 #: Called with the loaded fraction, 0.0 to 1.0; returning False (not None) stops the load.
@@ -46,6 +47,13 @@ class SpiceOptions:
     """Memory for experts: ``"6GiB"``, ``"6G"``, a number of bytes, a fraction of the experts (``0.5`` or
     ``"50%"``), or ``"auto"``: what is free once everything else is loaded, at most what all experts take."""
 
+    vram_budget: Budget = "auto"
+    """Memory of the GPU for experts, as ``ram_budget``; ``"auto"``: what is free there once everything else
+    is loaded, if ``n_gpu_layers`` is not 0; 0: none. :attr:`Plan.vram_reason` says what came of it."""
+
+    placement: str | None = None
+    """Who computes which expert when there are experts on the GPU: a name of ``spice_moe.placements()``."""
+
     strategy: str | None = None
     """Which expert leaves a full pool: a name of ``spice_moe.strategies()``; None is the default one."""
 
@@ -68,6 +76,10 @@ class SpiceOptions:
     """Between the load and the first token, read the experts that earlier runs of a large model used most
     into free room. Keeps what was used in a small file in the user's cache directory."""
 
+    timeline: str | os.PathLike[str] | None = None
+    """Write what happened when to this file as the model is closed, in Chrome's trace format, which Perfetto
+    opens. Only for models that SPICE runs."""
+
     progress: ProgressCallback | bool | None = None
     """Progress of loading: True draws a bar on stderr, a callable gets fractions, None or False is silent."""
 
@@ -76,6 +88,11 @@ class SpiceOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         budget.check(self.ram_budget)
+        device.check_vram(self.vram_budget)
+        if self.timeline is not None and not Path(self.timeline).absolute().parent.is_dir():
+            raise ValueError(f"timeline={os.fspath(self.timeline)!r}: there is no such folder")
+        if not (self.placement is None or isinstance(self.placement, str)):
+            raise TypeError(f"placement must be a name, not {self.placement!r}")
         if not (self.strategy is None or isinstance(self.strategy, str)):
             raise TypeError(f"strategy must be a name, not {self.strategy!r}")
         if not (isinstance(self.prefetch, bool) or self.prefetch == "always"):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 EXACT = "exact: bit-identical to llama.cpp with repacking off"
 EXACT_STOCK = "exact: this is llama.cpp itself"
+NOT_OFFLOADED = "n_gpu_layers is 0"
 REPACKED = "approximate in the last bits: llama.cpp repacks the weights that are not experts"
 
 
@@ -54,6 +55,12 @@ class Plan:
     working_set_bytes: int  #: slots that one token touches, in bytes
     smallest_budget: int  #: the smallest ram_budget that works for this model
     strategy: str  #: which expert leaves a full pool
+    device: str  #: the GPU that has a pool of experts too, as ggml calls it; "" for none
+    vram_budget: int  #: bytes of its memory that the slots take
+    vram_slots: int  #: experts that it has room for
+    pinned_bytes: int  #: of ram_budget, memory that the GPU copies from at full speed
+    vram_reason: str  #: why this much, or why none
+    placement: str  #: who computes which expert; "" without a device
     direct_io: bool  #: experts are read past the page cache
     predictor: str  #: what predicts the next layers' experts, to read them ahead; "" for nothing
     predictor_bytes: int  #: memory that it takes, beside the pool
@@ -107,6 +114,13 @@ class Plan:
                 f" - slow: one token touches {format_bytes(self.working_set_bytes)} of them, "
                 f"a larger ram_budget helps most -"
             )
+        if self.device:
+            pool += (
+                f", {self.vram_slots} of them also on {self.device} ({format_bytes(self.vram_budget)}, "
+                f"placement {self.placement})"
+            )
+        elif self.vram_reason not in ("", NOT_OFFLOADED):
+            pool += f", none on a GPU ({self.vram_reason})"
         if not self.direct_io:
             pool += " (buffered: direct_io is off, or the file system refuses it)"
         return (

@@ -44,6 +44,20 @@ COUNTERS: dict[str, str] = {
     "predicted_right": "of these, experts among the best of the prediction (the rest is recall's complement)",
     "predict_seconds": "seconds that predicting and choosing took on the compute thread",
     "delegated_nodes": "graph nodes in SPICE's pieces that ran on ggml's CPU backend unchanged",
+    "device_calls": "layer calls in which the GPU computed experts",
+    "device_hits": "experts that layer calls needed and that were on the GPU, or on their way",
+    "device_fetched": "experts that were sent to the GPU for the layer call that needed them",
+    "device_filled": "experts that were sent to the GPU for later tokens",
+    "device_left": "experts that the CPU computed beside the GPU",
+    "device_rows": "expert evaluations on the GPU, part of expert_rows",
+    "device_evictions": "experts that left the GPU's pool to make room",
+    "device_unfit": "layer calls whose block only the CPU can compute (biases or scales of experts)",
+    "device_wait_seconds": "seconds that the CPU waited for the GPU's share of a layer",
+    "uploads": "experts copied to the GPU",
+    "upload_bytes": "bytes of them",
+    "upload_seconds": "seconds with at least one such copy running",
+    "device_resident_experts": "experts on the GPU now",
+    "device_resident_bytes": "bytes of its memory that they take",
     "failures": "layer calls that failed; the Python call raised an exception",
 }
 
@@ -57,6 +71,7 @@ GAUGES = frozenset(
         "prefetch_saving",
         "prefetch_switches",
     }
+    | {"device_resident_experts", "device_resident_bytes"}
 )
 
 

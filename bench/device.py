@@ -1,0 +1,169 @@
+"""SPICE's device tier against llama.cpp's own ways: `python bench/device.py MODEL`, on whatever GPU there is.
+
+Runs, each in a fresh process: stock llama.cpp with all experts on the CPU; stock with as many layers' experts
+on the GPU as fit (`n_cpu_moe` as small as it loads); SPICE with each placement strategy. Everything else is
+on the GPU in all of them. Prefill of real text, then decode of real text token by token (warm-up first), because
+routing decides what such a benchmark says. `--emulate` uses the emulated accelerator with the given speeds.
+
+The JSON has the resolved configuration (SPICE's plan, the versions, the arguments) beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("device_worker.py")
+
+
+def run(job: dict[str, Any]) -> dict[str, Any] | None:
+    """One worker process; None when the model did not load (no room on the device)."""
+    done = subprocess.run([sys.executable, str(WORKER), json.dumps(job)], stdout=subprocess.PIPE, text=True)
+    if done.returncode == 3:
+        return None
+    if done.returncode != 0:
+        raise RuntimeError(f"{job['label']}: the worker ended with exit code {done.returncode}")
+    return json.loads(done.stdout)
+
+
+def best_n_cpu_moe(job: dict[str, Any], layers: int) -> tuple[int, dict[str, Any]] | None:
+    """The smallest number of layers with experts on the CPU with which stock runs, by bisection."""
+    low, high, best = 0, layers, None
+    while low < high:
+        middle = (low + high) // 2
+        report = run(job | dict(n_cpu_moe=middle, label=f"stock, n_cpu_moe {middle}"))
+        if report is None:
+            low = middle + 1
+        else:
+            high, best = middle, (middle, report)
+    return best
+
+
+def describe(label: str, report: dict[str, Any], decode: int) -> str:
+    """One line of a run."""
+    parts = [f"{label:28} decode {1000 * report['decode_seconds'] / decode:8.2f} ms/token"]
+    parts += [f"prefill {n} {int(n) / s:7.1f} t/s" for n, s in report["prefill"].items()]
+    if counters := report.get("counters"):
+        needed = counters["experts_requested"]
+        utilisation = counters["upload_seconds"] / report["decode_seconds"]
+        parts.append(
+            f"on device {100 * (counters['device_hits'] + counters['device_fetched']) / max(needed, 1):5.1f} %, "
+            f"fetched {100 * counters['device_fetched'] / max(needed, 1):4.1f} %, "
+            f"{counters['upload_bytes'] / decode / 1e6:6.1f} MB/token up, link busy {100 * utilisation:4.1f} %"
+        )
+    if report["joules"]:
+        parts.append(" ".join(f"{name} {j / decode:.2f} J/token" for name, j in report["joules"].items()))
+    return "  ".join(parts)
+
+
+def versions() -> dict[str, str]:
+    """What ran."""
+    import llama_cpp
+    import spice_moe
+
+    return {
+        "spice_moe": spice_moe.__version__,
+        "llama_cpp_python": llama_cpp.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processors": str(os.cpu_count()),
+    }
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    from spice_moe import placements
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument(
+        "--vram", nargs="*", default=["auto"], metavar="SIZE", help="vram_budget of SPICE runs"
+    )
+    parser.add_argument("--ram", default="auto", metavar="SIZE", help="ram_budget of SPICE runs")
+    parser.add_argument("--placements", nargs="*", default=list(placements()), metavar="NAME")
+    parser.add_argument("--no-stock", action="store_true", help="SPICE alone")
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
+    parser.add_argument("--prefills", nargs="*", type=int, default=[256], metavar="N")
+    parser.add_argument(
+        "--warm", type=int, default=64, metavar="N", help="decoded tokens before the counted ones"
+    )
+    parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FOLDER", help="write a timeline of each SPICE run there"
+    )
+    parser.add_argument(
+        "--emulate",
+        metavar="JSON",
+        help='the emulated accelerator with these settings: {"upload_per_second": 12e9, "memory_bytes": ...}',
+    )
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 3 for a missing model."""
+    args = arguments(argv)
+    if not args.model.exists():
+        print(f"no such file: {args.model}", file=sys.stderr)
+        return 3
+    from spice_moe import _core
+
+    core = _core.Model(str(args.model))
+    layers = core.summary()["n_layers"]
+    core.close()
+    common = dict(model=str(args.model), threads=args.threads, text=str(args.text), prefills=args.prefills,
+                  warm=args.warm, decode=args.decode,
+                  emulate=json.loads(args.emulate) if args.emulate else None)  # fmt: skip
+    results: list[dict[str, Any]] = []
+
+    def keep(label: str, report: dict[str, Any] | None, **settings: Any) -> None:
+        results.append({"label": label, **settings, "report": report})
+        if not args.json:
+            text = f"{label:28} did not load" if report is None else describe(label, report, args.decode)
+            print(text, flush=True)
+
+    if not args.no_stock:
+        stock = common | dict(kind="stock", label="stock, experts on CPU")
+        keep("stock, experts on CPU", run(stock | dict(n_cpu_moe=layers)), n_cpu_moe=layers)
+        best = best_n_cpu_moe(stock, layers)
+        if best is not None:
+            keep(f"stock, n_cpu_moe {best[0]} (best)", best[1], n_cpu_moe=best[0])
+    for vram in args.vram:
+        for placement in args.placements:
+            label = f"SPICE {placement}" + (f" {vram}" if len(args.vram) > 1 else "")
+            job = common | dict(kind="spice", label=label, vram=vram, ram=args.ram, placement=placement)
+            if args.timeline:
+                args.timeline.mkdir(exist_ok=True)
+                job["timeline"] = str(args.timeline / f"{placement}-{vram.replace('%', '')}.json")
+            keep(label, run(job), vram=vram, placement=placement)
+    tokens = [r["report"]["best"] for r in results if r["report"] is not None]
+    same = all(ids == tokens[0] for ids in tokens)
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "arguments": {k: str(v) for k, v in vars(args).items()},
+                    "versions": versions(),
+                    "results": results,
+                    "same_tokens": same,
+                },
+                indent=2,
+            )
+        )
+    else:
+        print(f"most likely tokens {'the same in all runs' if same else 'DIFFER'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

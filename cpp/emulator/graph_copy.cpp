@@ -1,0 +1,46 @@
+#include "emulator/graph_copy.h"
+
+#include <unordered_map>
+
+namespace spice::emulator {
+
+std::unique_ptr<GraphCopy> GraphCopy::make(ggml_cgraph *graph, const DeviceMemory &memory, std::string &why) {
+    auto copy = std::make_unique<GraphCopy>();
+    const int n = ggml_graph_n_nodes(graph);
+    copy->context_.reset(ggml_init({.mem_size = ggml_graph_overhead_custom(static_cast<size_t>(n) + 1, false),
+                                    .mem_buffer = nullptr,
+                                    .no_alloc = true}));
+    copy->graph_ = ggml_new_graph_custom(copy->context_.get(), static_cast<size_t>(n) + 1, false);
+
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> made;
+    const auto copy_of = [&](ggml_tensor *tensor) -> ggml_tensor * {
+        const auto [it, fresh] = made.try_emplace(tensor, nullptr);
+        if (!fresh) return it->second;
+        it->second = &copy->tensors_.emplace_back(*tensor);
+        ggml_tensor &twin = *it->second;
+        twin.buffer = nullptr;
+        twin.extra = nullptr;
+        twin.view_src = nullptr;
+        if (tensor->data != nullptr) {
+            twin.data = memory.real(tensor->data, ggml_nbytes(tensor));
+            if (twin.data == nullptr) {
+                why = std::string(ggml_op_desc(tensor)) + " '" + tensor->name +
+                      "' is not in the device's memory";
+            }
+        }
+        return &twin;
+    };
+    for (int i = 0; i < n; ++i) {
+        ggml_tensor *node = ggml_graph_node(graph, i);
+        ggml_tensor *twin = copy_of(node);
+        for (ggml_tensor *&source : twin->src) {
+            if (source != nullptr) source = copy_of(source);
+        }
+        ggml_graph_add_node(copy->graph_, twin);
+        copy->n_matmul_ids_ += node->op == GGML_OP_MUL_MAT_ID;
+    }
+    copy->n_nodes_ = static_cast<uint64_t>(n);
+    return why.empty() ? std::move(copy) : nullptr;
+}
+
+} // namespace spice::emulator

@@ -1,0 +1,47 @@
+// What happened when, as spans on a few tracks: written in Chrome's trace format, which Perfetto opens.
+//
+// Off until start(); then every layer call, upload and wait is kept, up to a million spans (what comes later
+// is counted as dropped). Thread: any; short sections under a lock of its own. Errors: write() says io.
+#pragma once
+
+#include "store/status.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace spice {
+
+class Timeline {
+  public:
+    enum class Track : uint8_t { layer, host, device, upload };
+
+    [[nodiscard]] static double now() {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+    void start();
+    [[nodiscard]] bool on() const { return on_.load(std::memory_order_relaxed); }
+    /// A span from `begin` to `end` (seconds of now()). Call it only while on().
+    void add(Track track, std::string name, double begin, double end);
+    /// Writes what was kept and keeps going. Errors: io, with the file's name.
+    [[nodiscard]] Status write(const std::filesystem::path &path) const;
+
+  private:
+    struct Span {
+        Track track = Track::layer;
+        std::string name;
+        double begin = 0.0;
+        double end = 0.0;
+    };
+    std::atomic<bool> on_{false};
+    mutable std::mutex mutex_;
+    double origin_ = 0.0;
+    std::vector<Span> spans_;
+    uint64_t dropped_ = 0;
+};
+
+} // namespace spice

@@ -1,0 +1,120 @@
+#include "store/device_link.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace spice {
+
+namespace {
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+} // namespace
+
+std::unique_ptr<DeviceLink> DeviceLink::make(ggml_backend_dev_t device, Done done) {
+    std::unique_ptr<DeviceLink> link(new DeviceLink);
+    link->device_ = device;
+    link->done_ = std::move(done);
+    link->stream_.reset(ggml_backend_dev_init(device, nullptr));
+    if (link->stream_ == nullptr) return nullptr;
+    ggml_backend_dev_props properties = {};
+    ggml_backend_dev_get_props(device, &properties);
+    link->has_events_ = properties.caps.async && properties.caps.events && link->new_event() != nullptr;
+    if (link->has_events_) link->thread_ = std::thread([it = link.get()] { it->run(); });
+    return link;
+}
+
+DeviceLink::~DeviceLink() {
+    {
+        const std::lock_guard lock(mutex_);
+        stop_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+}
+
+std::shared_ptr<ggml_backend_event> DeviceLink::new_event() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!spare_.empty()) {
+            auto event = std::move(spare_.back());
+            spare_.pop_back();
+            return event;
+        }
+    }
+    ggml_backend_event_t event = ggml_backend_event_new(device_);
+    return event == nullptr ? nullptr : std::shared_ptr<ggml_backend_event>(event, ggml_backend_event_free);
+}
+
+void DeviceLink::submit(std::span<const UploadPart> parts, const std::function<void(Ticket)> &named) {
+    const std::lock_guard in_order(submit_mutex_);
+    Flight flight;
+    flight.ticket = ++last_;
+    named(flight.ticket);
+    flight.since = now();
+    for (const UploadPart &part : parts) {
+        flight.bytes += part.bytes;
+        ggml_backend_tensor_set_async(stream_.get(), part.to, part.from, part.offset, part.bytes);
+    }
+    if (has_events_) flight.event = new_event();
+    if (flight.event == nullptr) {
+        ggml_backend_synchronize(stream_.get());
+        const double ended = now();
+        {
+            const std::lock_guard lock(mutex_);
+            counters_.uploads += 1;
+            counters_.bytes += flight.bytes;
+            counters_.busy_seconds += ended - flight.since;
+        }
+        done_(flight.ticket, flight.since, ended);
+        return;
+    }
+    ggml_backend_event_record(flight.event.get(), stream_.get());
+    last_event_ = flight.event;
+    {
+        const std::lock_guard lock(mutex_);
+        flights_.push_back(std::move(flight));
+    }
+    changed_.notify_all();
+}
+
+void DeviceLink::order(ggml_backend_t stream) {
+    const std::lock_guard in_order(submit_mutex_);
+    if (last_event_ != nullptr) ggml_backend_event_wait(stream, last_event_.get());
+}
+
+void DeviceLink::run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        changed_.wait(lock, [&] { return stop_ || !flights_.empty(); });
+        if (flights_.empty()) return;
+        Flight flight = std::move(flights_.front());
+        flights_.pop_front();
+        lock.unlock();
+        ggml_backend_event_synchronize(flight.event.get());
+        const double ended = now();
+        const double begun = std::max(flight.since, free_since_);
+        free_since_ = ended;
+        done_(flight.ticket, begun, ended);
+        lock.lock();
+        counters_.uploads += 1;
+        counters_.bytes += flight.bytes;
+        counters_.busy_seconds += ended - begun;
+        // Only order() and this thread hold events; one that order() may still name is not used again.
+        if (flight.event.use_count() == 1) spare_.push_back(std::move(flight.event));
+    }
+}
+
+LinkCounters DeviceLink::counters() const {
+    const std::lock_guard lock(mutex_);
+    return counters_;
+}
+
+void DeviceLink::reset_counters() {
+    const std::lock_guard lock(mutex_);
+    counters_ = {};
+}
+
+} // namespace spice

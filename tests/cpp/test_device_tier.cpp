@@ -1,0 +1,191 @@
+// The device tier on the emulated accelerator: the right bytes in every slot of the device under eviction,
+// uploads that are late, two compute threads at once (run under ThreadSanitizer in CI), and budgets.
+#include "check.h"
+#include "emulator/emulator.h"
+#include "gguf_builder.h"
+
+#include "policy/placement.h"
+#include "runtime/device_tier.h"
+#include "runtime/engine.h"
+#include "runtime/layer_call.h"
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+
+using spice::Code;
+using spice::DeviceCall;
+using spice::DeviceExpert;
+using spice::DeviceTier;
+using spice::Engine;
+using spice::LayerCall;
+
+namespace {
+
+constexpr spice_emulator_settings fast = {.memory_bytes = uint64_t{1} << 30,
+                                          .pinned_bytes = uint64_t{1} << 30,
+                                          .upload_per_second = 0.0,
+                                          .download_per_second = 0.0,
+                                          .copy_latency_seconds = 0.0,
+                                          .pageable_speed = 1.0,
+                                          .compute_slowdown = 1.0,
+                                          .launch_seconds = 0.0,
+                                          .threads = 1};
+
+struct Fixture {
+    test::TempDir dir{true};
+    std::string bytes = test::good_model().bytes();
+    std::shared_ptr<Engine> engine;
+
+    explicit Fixture(const spice_emulator_settings &settings = fast) {
+        static const int registered = spice_emulator_register(1);
+        CHECK_EQ(registered, 0);
+        CHECK_EQ(spice_emulator_configure(0, &settings), 0);
+        auto opened =
+            Engine::open(dir.write("m.gguf", bytes), {.io_threads = 2, .direct_io = false, .ops = nullptr});
+        CHECK_EQ(opened.status().message(), "");
+        engine = opened.take();
+    }
+
+    [[nodiscard]] spice::Status build(double ram, double vram, const std::string &placement) const {
+        const auto everything = static_cast<double>(engine->plan().everything);
+        if (auto status = engine->build_pool(static_cast<uint64_t>(ram * everything)); !status.ok())
+            return status;
+        const spice::DevicePlan needs = DeviceTier::needs(*engine, DeviceTier::find_device());
+        return engine->build_device_pool(DeviceTier::find_device(),
+                                         static_cast<uint64_t>(vram * static_cast<double>(needs.everything)),
+                                         placement);
+    }
+
+    /// Compares an expert's slot on the device with the file, part by part, behind the uploads.
+    [[nodiscard]] bool right(ggml_backend_t stream, int32_t group, const DeviceExpert &it) const {
+        for (const char *part : {"gate", "up", "down"}) {
+            const std::string name = "blk." + std::to_string(group) + ".ffn_" + part + "_exps.weight";
+            const spice::ExpertTensor &tensor = *engine->find(name);
+            const uint64_t stride = tensor.info->stride;
+            std::string there(stride, '\0');
+            ggml_backend_tensor_get_async(stream, engine->device()->slot_tensor(tensor), there.data(),
+                                          static_cast<uint64_t>(it.slot) * stride, stride);
+            ggml_backend_synchronize(stream);
+            const char *file = bytes.data() + tensor.info->offset + static_cast<uint64_t>(it.expert) * stride;
+            if (std::memcmp(there.data(), file, stride) != 0) return false;
+        }
+        return true;
+    }
+
+    /// One layer call, as the backend makes it.
+    [[nodiscard]] bool call(ggml_backend_t stream, int32_t group, const std::vector<int32_t> &ids) const {
+        DeviceCall device;
+        device.begin(*engine->device(), group, ids);
+        std::vector<int32_t> left = ids;
+        std::erase_if(left, [&](int32_t id) { return device.takes(id); });
+        LayerCall host;
+        if (!host.begin(*engine, group, left).ok()) return false;
+        bool ok = true;
+        for (const DeviceExpert &it : device.resident()) ok = right(stream, group, it) && ok;
+        engine->device()->order(stream);
+        for (const DeviceExpert &it : device.late()) ok = right(stream, group, it) && ok;
+        for (size_t part = 0; part < 3; ++part) {
+            for (;;) {
+                auto wave = host.next_wave(part);
+                if (!wave.ok()) return false;
+                if (wave.value().empty()) break;
+                host.wave_done(wave.value());
+            }
+        }
+        device.ended({.host = 1e-5, .device = 1e-5, .waited = 0.0});
+        return ok;
+    }
+};
+
+ggml_backend_ptr new_stream() {
+    return ggml_backend_ptr(ggml_backend_dev_init(DeviceTier::find_device(), nullptr));
+}
+
+} // namespace
+
+TEST(every_slot_holds_its_expert) {
+    spice_emulator_settings slow = fast;
+    slow.copy_latency_seconds = 2e-4;
+    for (const std::string_view placement : spice::policy::placement_names()) {
+        const Fixture f(slow);
+        CHECK_EQ(f.build(1.0, 0.5, std::string(placement)).message(), "");
+        const ggml_backend_ptr stream = new_stream();
+        std::mt19937 random(1);
+        for (int i = 0; i < 200; ++i) {
+            const std::vector<int32_t> ids = {static_cast<int32_t>(random() % 4),
+                                              static_cast<int32_t>(random() % 4)};
+            CHECK(f.call(stream.get(), i % 2, ids));
+        }
+        const spice::DeviceCounters c = f.engine->device()->counters();
+        CHECK(c.resident_bytes <= f.engine->device()->plan().budget);
+        if (placement == "all-fetch") {
+            CHECK(c.fetched > 0 && c.evictions > 0);
+        }
+        if (placement == "static") CHECK_EQ(c.evictions, 0u);
+    }
+}
+
+TEST(small_pools_on_both_sides) {
+    const Fixture f;
+    CHECK_EQ(f.build(0.26, 0.26, "all-fetch").message(), "");
+    const ggml_backend_ptr stream = new_stream();
+    for (int i = 0; i < 100; ++i) CHECK(f.call(stream.get(), i % 2, {0, 1, 2, 3}));
+}
+
+TEST(two_threads_share_the_pool) {
+    spice_emulator_settings slow = fast;
+    slow.copy_latency_seconds = 1e-4;
+    const Fixture f(slow);
+    CHECK_EQ(f.build(0.8, 0.4, "all-fetch").message(), "");
+    std::atomic<int> right{0};
+    std::vector<std::thread> threads;
+    for (unsigned t = 0; t < 2; ++t) {
+        threads.emplace_back([&f, &right, t] {
+            const ggml_backend_ptr stream = new_stream();
+            std::mt19937 random(t);
+            for (int i = 0; i < 150; ++i) {
+                const std::vector<int32_t> ids = {static_cast<int32_t>(random() % 4),
+                                                  static_cast<int32_t>(random() % 4)};
+                right += f.call(stream.get(), i % 2, ids);
+                if (i % 50 == 49) f.engine->device()->forget();
+            }
+        });
+    }
+    for (std::thread &thread : threads) thread.join();
+    CHECK_EQ(right.load(), 300);
+}
+
+TEST(ids_that_do_not_exist_are_left_to_the_host) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 1.0, "").message(), "");
+    DeviceCall device;
+    const std::vector<int32_t> ids = {0, -1};
+    device.begin(*f.engine->device(), 0, ids);
+    CHECK(device.empty());
+    DeviceCall none;
+    none.begin(*f.engine->device(), 0, {});
+    CHECK(none.empty());
+}
+
+TEST(budgets) {
+    {
+        const Fixture f;
+        CHECK(f.build(1.0, 0.01, "").code() == Code::budget);
+    }
+    {
+        const Fixture f;
+        CHECK(f.build(1.0, 1.0, "nonsense").code() == Code::unsupported);
+    }
+    {
+        spice_emulator_settings full = fast;
+        full.memory_bytes = 100;
+        const Fixture f(full);
+        CHECK(f.build(1.0, 1.0, "").code() == Code::out_of_memory);
+    }
+    const Fixture f;
+    CHECK(f.engine->build_device_pool(DeviceTier::find_device(), 1 << 20, "").code() == Code::internal);
+}
+
+RUN_TESTS()
