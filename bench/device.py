@@ -2,8 +2,8 @@
 
 Runs, each in a fresh process: stock llama.cpp with all experts on the CPU; stock with as many layers' experts
 on the GPU as fit (`n_cpu_moe` as small as it loads); SPICE with each placement strategy. Everything else is
-on the GPU in all of them. Prefill of real text, then decode of real text token by token (warm-up first), because
-routing decides what such a benchmark says. `--emulate` uses the emulated accelerator with the given speeds.
+on the GPU in all of them. Prefill of real text, then decode of real text token by token (warm-up first),
+because routing decides what such a benchmark says. `--emulate` uses the emulated accelerator with the given speeds.
 
 The JSON has the resolved configuration (SPICE's plan, the versions, the arguments) beside the figures.
 """
@@ -53,10 +53,12 @@ def describe(label: str, report: dict[str, Any], decode: int) -> str:
     if counters := report.get("counters"):
         needed = counters["experts_requested"]
         utilisation = counters["upload_seconds"] / report["decode_seconds"]
+        on_device = counters["device_hits"] + counters["device_fetched"]
         parts.append(
-            f"on device {100 * (counters['device_hits'] + counters['device_fetched']) / max(needed, 1):5.1f} %, "
+            f"on device {100 * on_device / max(needed, 1):5.1f} %, "
             f"fetched {100 * counters['device_fetched'] / max(needed, 1):4.1f} %, "
-            f"{counters['upload_bytes'] / decode / 1e6:6.1f} MB/token up, link busy {100 * utilisation:4.1f} %"
+            f"{counters['upload_bytes'] / decode / 1e6:6.1f} MB/token up, "
+            f"link busy {100 * utilisation:4.1f} %"
         )
     if report["joules"]:
         parts.append(" ".join(f"{name} {j / decode:.2f} J/token" for name, j in report["joules"].items()))

@@ -158,8 +158,13 @@ def speq(bench: Bench) -> Table:
         offload = bench.run(DEEPSEEK, "a800", "mixtral-offloading", share, bits=BF16)
         spice = bench.run(DEEPSEEK, "a800", "spice", share, bits=BF16)
         rows.append(
-            [f"{share:.0%}", *(f"{1e3 * one.tpot:.1f}" for one in (full, lru, offload, spice))]
-            + [f"{full.hit_rate:.1%}", f"{full.tokens_per_step:.2f}", f"{lru.tpot / full.tpot:.2f}"]
+            [
+                f"{share:.0%}",
+                *(f"{1e3 * one.tpot:.1f}" for one in (full, lru, offload, spice)),
+                f"{full.hit_rate:.1%}",
+                f"{full.tokens_per_step:.2f}",
+                f"{lru.tpot / full.tpot:.2f}",
+            ]
         )
     head = ["slots", "moe-speq ms", "lru ms", "mixtral-offloading ms", "spice ms", "speq hits", "tokens/step"]
     return (
@@ -177,9 +182,17 @@ def specprefetch(bench: Bench) -> Table:
         ahead = bench.run(name, "phone-flash", "specprefetch", 0.3)
         spice = bench.run(name, "phone-flash", "spice", 0.3)
         rows.append(
-            [name, f"{1 / lru.tpot:.2f}", f"{1 / ahead.tpot:.2f}", f"{lru.tpot / ahead.tpot - 1:+.1%}"]
-            + [f"{lru.hit_rate:.1%}", f"{ahead.hit_rate:.1%}", f"{ahead.ahead_used:.1%}"]
-            + [f"{1 / spice.tpot:.2f}", f"{lru.tpot / spice.tpot - 1:+.1%}"]
+            [
+                name,
+                f"{1 / lru.tpot:.2f}",
+                f"{1 / ahead.tpot:.2f}",
+                f"{lru.tpot / ahead.tpot - 1:+.1%}",
+                f"{lru.hit_rate:.1%}",
+                f"{ahead.hit_rate:.1%}",
+                f"{ahead.ahead_used:.1%}",
+                f"{1 / spice.tpot:.2f}",
+                f"{lru.tpot / spice.tpot - 1:+.1%}",
+            ]
         )
     head = [
         "trace",

@@ -91,10 +91,11 @@ def pinned_limit() -> int:
 
 
 def warn_if_pageable(needs: dict[str, Any], pool: dict[str, Any]) -> None:
-    """Warn when the device could copy faster from pinned memory, and the pool of experts is not all pinned."""
+    """Warn when the pool of experts is not all pinned, and the device could copy faster if it were."""
     if needs["pins"] and pool["pinned"] < pool["budget"]:
         warnings.warn(
-            f"only {format_bytes(pool['pinned'])} of the {format_bytes(pool['budget'])} of memory for experts "
+            f"only {format_bytes(pool['pinned'])} of the {format_bytes(pool['budget'])} "
+            "of memory for experts "
             f"could be pinned: copies to {needs['device']} are slower; a smaller ram_budget may help",
             RuntimeWarning,
             stacklevel=2,

@@ -1,5 +1,6 @@
-// Prefetcher: told the future by `replay`, experts are there when their layer comes; bytes stay right, budgets
-// kept and counts consistent, also when reads fail or two contexts compute (run under ThreadSanitizer in CI).
+// Prefetcher: told the future by `replay`, experts are there when their layer comes; bytes stay right,
+// budgets kept and counts consistent, also when reads fail or two contexts compute (run under ThreadSanitizer
+// in CI).
 #include "check.h"
 #include "faulty_ops.h"
 #include "gguf_builder.h"
@@ -152,7 +153,8 @@ TEST(a_failed_prefetch_costs_nothing) {
         LayerCall layer;
         CHECK(layer.begin(*f.engine, call.layer, call.ids).ok()); // demand reads are queued
         for (size_t i = 0; i < layer.experts().size(); ++i) {
-            for (size_t part = 0; part < 3; ++part) CHECK(layer.wait(i, part) && f.right(layer, i, part, call.layer));
+            for (size_t part = 0; part < 3; ++part)
+                CHECK(layer.wait(i, part) && f.right(layer, i, part, call.layer));
         }
         broken = true; // every read that is made ahead fails
         f.engine->routed(call.layer, RouterInput{.n_tokens = 1}, call.ids);

@@ -6,6 +6,7 @@ The emulated accelerator computes with ggml-cpu, so even its kernels have stock'
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -296,7 +297,7 @@ def test_timeline(emulated: DeviceProcess, tiny_model, tmp_path: Path) -> None:
     assert len(by_track["device experts"]) == stats["device_calls"]
     # Uploads take turns: the link is one.
     ends = sorted((e["ts"], e["ts"] + e["dur"]) for e in by_track["link to the device"])
-    assert all(before[1] <= after[0] + 1 for before, after in zip(ends, ends[1:], strict=False))
+    assert all(before[1] <= after[0] + 1 for before, after in itertools.pairwise(ends))
 
 
 def test_a_timeline_in_no_folder(tiny_model) -> None:
