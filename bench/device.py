@@ -3,7 +3,8 @@
 Runs, each in a fresh process: stock llama.cpp with all experts on the CPU; stock with as many layers' experts
 on the GPU as fit (`n_cpu_moe` as small as it loads); SPICE with each placement strategy. Everything else is
 on the GPU in all of them. Prefill of real text, then decode of real text token by token (warm-up first),
-because routing decides what such a benchmark says. `--emulate` uses the emulated accelerator with the given speeds.
+because routing decides what such a benchmark says. `--emulate` uses the emulated accelerator with the given
+speeds.
 
 The JSON has the resolved configuration (SPICE's plan, the versions, the arguments) beside the figures.
 """

@@ -201,6 +201,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="write what happened when to FILE, for Perfetto (Chrome trace format)",
     )
+    run.add_argument(
+        "--sidecar", metavar="FILE", help="what spice-fit made (default: MODEL.spice.gguf, if it is there)"
+    )
     run.add_argument("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
     args = parser.parse_args(argv)
@@ -297,6 +300,7 @@ def _load(args: argparse.Namespace) -> MeteredLlama:
         prefetch=not args.no_prefetch,
         preload=not args.no_preload,
         predictor=args.predictor,
+        sidecar=args.sidecar,
         progress=sys.stderr.isatty() or None,
         n_ctx=args.ctx,
         n_batch=args.batch,
@@ -409,12 +413,21 @@ def _summary(llm: MeteredLlama) -> str:
     ]
     if plan.mode == "spice":
         parts += [
-            f"read {format_bytes(stats['bytes_read'])} from disk",
+            f"read {format_bytes(stats['bytes_read'])} from disk{_ahead(stats)}, "
+            f"waited {stats['stall_seconds']:.1f} s",
             f"{stats['resident_experts']} of {plan.experts_total} experts resident "
             f"({format_bytes(stats['resident_bytes'])})",
         ]
     mode = "SPICE" if plan.mode == "spice" else "plain llama.cpp"
     return " | ".join([*parts, f"{mode}, {'exact' if plan.exact else 'approximate'}"])
+
+
+def _ahead(stats: dict[str, Any]) -> str:
+    """How much of what was read was read ahead of need, and for nothing; "" for none."""
+    if not stats["prefetch_bytes"]:
+        return ""
+    wasted = f", {format_bytes(stats['wasted_bytes'])} for nothing" if stats["wasted_bytes"] else ""
+    return f" ({format_bytes(stats['prefetch_bytes'])} ahead of need{wasted})"
 
 
 def _report(llm: MeteredLlama, session: Session, text: str, code: int) -> dict[str, Any]:
