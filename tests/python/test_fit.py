@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ModelMaker
 from spice_moe import _core, fit, fit_cli, fit_recall, sidecar
 from spice_moe.errors import SpiceError, SpiceUnsupportedError
 from spice_moe.shipped import tiny_model as shipped_model
@@ -62,7 +61,7 @@ def test_little_memory_means_more_passes_and_the_same_heads(
 
 
 def test_the_file_says_what_it_is_and_is_refused_for_another_model(
-    fitted: tuple[Path, dict], tiny_model: ModelMaker
+    fitted: tuple[Path, dict], tiny_model
 ) -> None:
     from gguf import GGUFReader
 
@@ -82,9 +81,7 @@ def test_the_file_says_what_it_is_and_is_refused_for_another_model(
 @pytest.mark.parametrize(
     "arch", ["qwen2moe", "deepseek2-v3", "gemma4", "gpt-oss", "granitehybrid", "smallthinker"]
 )
-def test_random_models_of_other_families_stay_valid(
-    arch: str, tiny_model: ModelMaker, tmp_path: Path
-) -> None:
+def test_random_models_of_other_families_stay_valid(arch: str, tiny_model, tmp_path: Path) -> None:
     model = tiny_model(arch, layers=3)
     out = tmp_path / "s.gguf"
     report = fit.fit(model, {"words": WORDS}, out, fit.FitOptions(chunk=64, horizons=2, tokens=1200))
@@ -100,7 +97,7 @@ def test_random_models_of_other_families_stay_valid(
             assert before is None or after is None or after > before - 0.05
 
 
-def test_more_experts_than_the_rank(tiny_model: ModelMaker, tmp_path: Path) -> None:
+def test_more_experts_than_the_rank(tiny_model, tmp_path: Path) -> None:
     model = tiny_model("qwen3moe", experts=160, used=4, ff=64, layers=2)
     out = tmp_path / "s.gguf"
     fit.fit(model, {"words": WORDS}, out, fit.FitOptions(chunk=64, horizons=1, tokens=1200))
@@ -117,7 +114,7 @@ def test_too_little_text(texts: dict, error: type, words: str, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_fitted(tiny_model: ModelMaker, tmp_path: Path) -> None:
+def test_what_cannot_be_fitted(tiny_model, tmp_path: Path) -> None:
     with pytest.raises(SpiceUnsupportedError, match="two banks"):
         fit.fit(tiny_model("grovemoe"), {"t": WORDS}, tmp_path / "s.gguf")
     with pytest.raises(SpiceUnsupportedError, match="nothing can be fitted"):

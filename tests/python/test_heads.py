@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ModelMaker
 from spice_moe import _core, capture, fit, fit_recall
 from spice_moe.fit_stats import Router
 from spice_moe.shipped import tiny_model
@@ -46,7 +45,7 @@ def run(model: Path) -> capture.Chunk:
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_the_routers_make_the_choices_that_llama_cpp_made(arch: str, tiny_model: ModelMaker) -> None:
+def test_the_routers_make_the_choices_that_llama_cpp_made(arch: str, tiny_model) -> None:
     """Each router on what its own experts read: the same experts; and the input is normalised by its norm."""
     model = tiny_model(arch, layers=3)
     heads = _core.heads.Heads(str(model))
@@ -65,7 +64,7 @@ def test_the_routers_make_the_choices_that_llama_cpp_made(arch: str, tiny_model:
 
 
 @pytest.mark.parametrize("arch", WITHOUT)
-def test_a_model_without_usable_routers_has_a_reason(arch: str, tiny_model: ModelMaker) -> None:
+def test_a_model_without_usable_routers_has_a_reason(arch: str, tiny_model) -> None:
     heads = _core.heads.Heads(str(tiny_model(arch, layers=4)))
     assert not any(heads.has_router(g) for g in range(len(heads.layers)))
     assert WITHOUT[arch] in heads.reason
@@ -73,7 +72,7 @@ def test_a_model_without_usable_routers_has_a_reason(arch: str, tiny_model: Mode
     assert heads.scores("training-free", 0, 1, np.zeros((1, 256), np.float32)) is None
 
 
-def test_a_layer_for_a_second_token_is_no_target(tiny_model: ModelMaker) -> None:
+def test_a_layer_for_a_second_token_is_no_target(tiny_model) -> None:
     heads = _core.heads.Heads(str(tiny_model("glm4moe-mtp", layers=3)))
     assert "second token" in heads.reason
     assert not heads.has("training-free", len(heads.layers) - 2, 1)
@@ -103,7 +102,7 @@ def test_wrong_arguments_are_refused() -> None:
         heads.scores("training-free", 0, 1, np.zeros((2, width), np.float32), np.zeros((1, 2), np.int32))
 
 
-def test_a_fingerprint_is_the_models_own(tiny_model: ModelMaker) -> None:
+def test_a_fingerprint_is_the_models_own(tiny_model) -> None:
     def print_of(**options: Any) -> str:
         return _core.heads.fingerprint(str(tiny_model("qwen2moe", **options)))
 
