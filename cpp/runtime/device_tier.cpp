@@ -257,8 +257,8 @@ void DeviceTier::uploaded(DeviceLink::Ticket ticket, double begun, double ended)
     if (plan_.asynchronous) pump();
 }
 
-void DeviceTier::queue_fill(int32_t group, int32_t expert) {
-    if (fills_.size() < max_fills) fills_.emplace_back(group, expert);
+void DeviceTier::queue_fill(int32_t group, int32_t expert, bool may_evict) {
+    if (fills_.size() < max_fills) fills_.push_back({group, expert, may_evict});
 }
 
 void DeviceTier::pump() {
@@ -266,8 +266,11 @@ void DeviceTier::pump() {
     {
         const std::lock_guard lock(engine_.mutex_);
         if (stopping_ || fills_.empty() || !flights_.empty() || submitting_ > 0) return;
-        const auto [group, expert] = fills_.front();
+        const auto [group, expert, may_evict] = fills_.front();
         fills_.pop_front();
+        const SizeClass &cls =
+            classes_[static_cast<size_t>(engine_.groups_[static_cast<size_t>(group)].size_class)];
+        if (!may_evict && cls.pool.n_free() == 0) return; // others were quicker
         if (slab(group, expert).state != State::absent || !in_host_memory(group, expert) ||
             !give_slot(group, expert)) {
             return; // stale, or everything is in use
@@ -411,7 +414,8 @@ void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32
                 host_complete_ = false;
             } else if (tier.places_[i] == policy::Place::host_fill || cls.pool.n_free() > 0) {
                 // Whatever the strategy: an empty slot is of no use to anyone.
-                if (!tier.has(group_id, experts[i])) tier.queue_fill(group_id, experts[i]);
+                const bool may_evict = tier.places_[i] == policy::Place::host_fill;
+                if (!tier.has(group_id, experts[i])) tier.queue_fill(group_id, experts[i], may_evict);
             }
         }
         tier.counters_.calls += empty() ? 0 : 1;

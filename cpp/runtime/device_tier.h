@@ -129,7 +129,7 @@ class DeviceTier {
     [[nodiscard]] bool give_slot(int32_t group, int32_t expert);
     void evict(int32_t group, int32_t expert);
     [[nodiscard]] Upload prepare(int32_t group, int32_t expert); ///< pins the host slab
-    void queue_fill(int32_t group, int32_t expert);
+    void queue_fill(int32_t group, int32_t expert, bool may_evict);
     void unpin_host(int32_t group, int32_t expert);
     [[nodiscard]] double link_free_at() const;
 
@@ -146,9 +146,14 @@ class DeviceTier {
     std::unique_ptr<policy::Placement> placement_;
     DeviceCosts costs_;
     DeviceCounters counters_;
-    std::deque<Upload> flights_;                    ///< submitted, in order
-    std::deque<std::pair<int32_t, int32_t>> fills_; ///< (group, expert)
-    size_t submitting_ = 0;                         ///< uploads that have a slot and no ticket yet
+    std::deque<Upload> flights_; ///< submitted, in order
+    struct Fill {
+        int32_t group = 0;
+        int32_t expert = 0;
+        bool may_evict = false; ///< else it takes an empty slot only
+    };
+    std::deque<Fill> fills_;
+    size_t submitting_ = 0; ///< uploads that have a slot and no ticket yet
     bool stopping_ = false;
 
     // Scratch of begin():
