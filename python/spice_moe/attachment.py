@@ -16,7 +16,7 @@ from .device import VramChoice, pinned_limit, resolve_vram, warn_if_pageable
 from .errors import SpiceBudgetError, SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
-from .plan import EXACT, EXACT_STOCK, REPACKED, Plan, format_bytes
+from .plan import EXACT, EXACT_STOCK, ON_DEVICE, REPACKED, Plan, format_bytes
 from .usage import add_run, hottest_first, read_uses, usage_file, write_uses
 
 #: Bytes of experts below which reading them takes no time that anybody would notice.
@@ -244,7 +244,9 @@ class Attachment:
         """The plan that ``llm.spice.plan`` shows."""
         summary = self._summary
         spice = self.mode == "spice"
-        exactness = (REPACKED if self.options.repack else EXACT) if spice else EXACT_STOCK
+        exactness = EXACT_STOCK
+        if spice:
+            exactness = REPACKED if self.options.repack else ON_DEVICE if self._vram.bytes else EXACT
         pool = self._pool if spice else {}
         used = (self._kv_overrides or {}).get(
             f"{summary['architecture']}{_USED_KEY}", summary["n_expert_used"]

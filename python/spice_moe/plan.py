@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 EXACT = "exact: bit-identical to llama.cpp with repacking off"
+ON_DEVICE = "exact, but for the last bits of what the device's own kernels compute"
 EXACT_STOCK = "exact: this is llama.cpp itself"
 NOT_OFFLOADED = "n_gpu_layers is 0"
 REPACKED = "approximate in the last bits: llama.cpp repacks the weights that are not experts"
