@@ -37,10 +37,11 @@ Status LayerCall::begin(Engine &engine, int32_t group_id, std::span<const int32_
     group_ = &group;
     const size_t n_parts = group.parts.size();
     const auto complete = [&](int32_t e) { return group.slabs[static_cast<size_t>(e)].complete(n_parts); };
-    std::ranges::stable_partition(routed, complete);
+    // Each is asked once: a read may end at any moment, and whoever was not complete must be looked after.
+    const auto rest = std::ranges::stable_partition(routed, complete);
+    const auto n_complete = routed.size() - rest.size();
     experts_ = std::move(routed);
     pinned_.assign(experts_.size(), false);
-    const auto n_complete = static_cast<size_t>(std::ranges::count_if(experts_, complete));
 
     engine.classes_[static_cast<size_t>(group.size_class)].eviction->begin_call(
         group.number, experts_, rows_of(ids, experts_, group.n_expert));

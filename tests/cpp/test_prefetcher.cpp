@@ -171,12 +171,16 @@ TEST(a_failed_prefetch_costs_nothing) {
 TEST(two_contexts_at_once) {
     const Fixture f(6, "ensemble");
     std::vector<std::thread> threads;
+    std::atomic<bool> good{true};
     for (uint32_t seed : {1u, 2u}) {
-        threads.emplace_back([&f, seed] {
-            for (const Call &call : routing(150, seed)) (void)f.call(call.layer, call.ids);
+        threads.emplace_back([&f, &good, seed] {
+            for (const Call &call : routing(150, seed)) {
+                if (!f.call(call.layer, call.ids)) good = false;
+            }
         });
     }
     for (std::thread &thread : threads) thread.join();
+    CHECK(good);
     CHECK(consistent(f.engine->counters()));
 }
 
