@@ -191,7 +191,7 @@ std::span<const float> Prefetcher::scores(int32_t group, int32_t horizon, const 
     for (int64_t t = 0; t < input.n_tokens; ++t) {
         const std::span<float> out = std::span(scores_).subspan(static_cast<size_t>(t) * n, n);
         std::ranges::fill(out.subspan(n_out), -std::numeric_limits<float>::infinity());
-        if (horizon == 1 || input.n_tokens > 1) head_call_->start(input.row(t));
+        if (input.n_tokens > 1) head_call_->start(input.row(t)); // one row: predict() did, for all horizons
         const std::span<const int32_t> present = ids.subspan(static_cast<size_t>(t) * k, k);
         if (!used_heads_->scores(group, horizon, present, last_[static_cast<size_t>(to)], *head_call_,
                                  out.first(n_out))) {
@@ -210,6 +210,7 @@ int32_t Prefetcher::predict(int32_t group, const RouterInput &input, std::span<c
     const int32_t l_max = std::min(lookahead_.l_max, n_groups_ - 1);
     const int32_t l_min = policy::least_depth(link.loads_per_call, link.slab_bytes,
                                               engine_.reader_->bandwidth(), clock_.layer_seconds(), l_max);
+    if (head_call_ && input.data != nullptr && input.n_tokens == 1) head_call_->start(input.row(0));
     int32_t depth = 0;
     int32_t wanted = 0; // loads in sight: looking further than the queue reaches would be for nothing
     while (depth < l_max && wanted < plan_options_.max_queue) {

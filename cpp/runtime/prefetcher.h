@@ -1,5 +1,5 @@
 // Moves experts ahead of need: at each layer call it predicts what the next layers will route to, and queues
-// the reads that can finish before their layers start. Chances, depth, choice and whether it pays are decided
+// reads of what is not there, the likeliest first. Chances, depth, choice and whether it pays are decided
 // by policy/; what is measured (time, bandwidth) and what is done (slots, reads) is here.
 //
 // Thread: on_call() from the compute threads, after LayerCall::begin; one at a time through a lock of its

@@ -190,12 +190,12 @@ inline constexpr int64_t k_hidden = 64;
 inline constexpr int64_t k_experts = 4;
 inline constexpr int64_t k_vocabulary = 259;
 
-/// A llama-architecture MoE of two layers that llama.cpp really loads and runs.
-inline GgufBuilder good_model() {
+/// A llama-architecture MoE that llama.cpp really loads and runs, unless a layer is to have no router.
+inline GgufBuilder good_model(int n_layers = 2, int without_router = -1) {
     GgufBuilder b;
     b.text("general.architecture", "llama");
     b.text("general.name", "test");
-    b.u32("llama.block_count", 2);
+    b.u32("llama.block_count", static_cast<uint32_t>(n_layers));
     b.u32("llama.context_length", 64);
     b.u32("llama.embedding_length", k_width);
     b.u32("llama.feed_forward_length", k_hidden);
@@ -223,7 +223,7 @@ inline GgufBuilder good_model() {
     b.tensor("token_embd.weight", {k_width, k_vocabulary});
     b.tensor("output_norm.weight", {k_width});
     b.tensor("output.weight", {k_width, k_vocabulary});
-    for (int layer = 0; layer < 2; ++layer) {
+    for (int layer = 0; layer < n_layers; ++layer) {
         const std::string p = "blk." + std::to_string(layer) + ".";
         b.tensor(p + "attn_norm.weight", {k_width});
         b.tensor(p + "attn_q.weight", {k_width, k_width});
@@ -231,7 +231,7 @@ inline GgufBuilder good_model() {
         b.tensor(p + "attn_v.weight", {k_width, 16});
         b.tensor(p + "attn_output.weight", {k_width, k_width});
         b.tensor(p + "ffn_norm.weight", {k_width});
-        b.tensor(p + "ffn_gate_inp.weight", {k_width, k_experts});
+        if (layer != without_router) b.tensor(p + "ffn_gate_inp.weight", {k_width, k_experts});
         b.tensor(p + "ffn_gate_exps.weight", {k_width, k_hidden, k_experts}, GGML_TYPE_Q8_0);
         b.tensor(p + "ffn_down_exps.weight", {k_hidden, k_width, k_experts}, GGML_TYPE_Q8_0);
         b.tensor(p + "ffn_up_exps.weight", {k_width, k_hidden, k_experts}, GGML_TYPE_Q8_0);

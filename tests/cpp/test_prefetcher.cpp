@@ -168,6 +168,34 @@ TEST(a_failed_prefetch_costs_nothing) {
     CHECK_EQ(c.failures, 0u);
 }
 
+TEST(a_layer_without_a_router_is_looked_past) {
+    const test::TempDir dir(true);
+    const auto path = dir.write("m.gguf", test::good_model(4, 1).bytes());
+    auto opened =
+        Engine::open(path, {.io_threads = 2, .prefetch = {.predictor = "ensemble", .always = true}});
+    CHECK_EQ(opened.status().message(), "");
+    const auto engine = opened.take();
+    CHECK(engine->plan().head_reason.find("layer 1") != std::string::npos);
+    CHECK(engine->build_pool(engine->plan().everything / 2).ok());
+    for (int pass = 0; pass < 100; ++pass) {
+        for (const int layer : {0, 1, 2, 3}) {
+            // The hidden state of a call is gone after it: reading it later is an error that sanitizers see.
+            const std::vector<float> hidden(test::k_width, 0.5F);
+            const std::vector<int32_t> ids = {0, 1};
+            LayerCall call;
+            CHECK(call.begin(*engine, layer, ids).ok());
+            engine->routed(layer,
+                           {.data = reinterpret_cast<const std::byte *>(hidden.data()),
+                            .stride = static_cast<int64_t>(sizeof(float)) * test::k_width,
+                            .n_embd = test::k_width,
+                            .n_tokens = 1},
+                           ids);
+        }
+    }
+    const spice::PrefetchCounters c = engine->counters().prefetch;
+    CHECK(c.horizons > c.calls); // further than the next layer, past the one without a router
+}
+
 TEST(two_contexts_at_once) {
     const Fixture f(6, "ensemble");
     std::vector<std::thread> threads;
