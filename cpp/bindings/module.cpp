@@ -290,7 +290,7 @@ PYBIND11_MODULE(_core, m) {
                     future.push_back(
                         {group, static_cast<int32_t>(ids.shape(0)), {ids.data(), ids.data() + ids.size()}});
                 }
-                model.engine().prefetcher()->set_future(std::move(future), recall, seed);
+                raise_if(model.engine().prefetcher()->set_future(std::move(future), recall, seed));
             },
             py::arg("calls"), py::arg("recall") = std::vector<float>(), py::arg("seed") = 0)
         .def("buffer_type",

@@ -286,10 +286,23 @@ void Prefetcher::act(int32_t group, int32_t depth) {
     }
 }
 
-void Prefetcher::set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall,
-                            uint64_t seed) {
+Status Prefetcher::set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall,
+                              uint64_t seed) {
+    for (const policy::FutureCall &call : calls) {
+        if (call.group < 0 || call.group >= n_groups_) {
+            return {Code::malformed, "a future call of layer group " + std::to_string(call.group) + " of " +
+                                         std::to_string(n_groups_)};
+        }
+        const Engine::Group &group = engine_.groups_[static_cast<size_t>(call.group)];
+        for (const int32_t expert : call.ids) {
+            if (expert >= 0 && expert < group.n_expert) continue;
+            return {Code::malformed, "layer " + std::to_string(group.layer) + ": a future call of expert " +
+                                         std::to_string(expert) + " of " + std::to_string(group.n_expert)};
+        }
+    }
     const std::lock_guard lock(mutex_);
     predictor_->set_future(std::move(calls), recall, seed);
+    return {};
 }
 
 PrefetchCounters Prefetcher::counters() const {

@@ -59,7 +59,9 @@ class Prefetcher {
     void on_call(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
 
     /// For the `replay` predictor: what will be routed from the next call on, and how much of it is told.
-    void set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall, uint64_t seed);
+    /// Errors: malformed (a group or an expert that does not exist); nothing is told then.
+    [[nodiscard]] Status set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall,
+                                    uint64_t seed);
 
     [[nodiscard]] std::string_view predictor() const { return predictor_->name(); }
     [[nodiscard]] std::string_view reason() const { return heads_.reason; } ///< why layers have no heads

@@ -88,7 +88,7 @@ std::vector<Call> routing(int n_passes, uint32_t seed) {
 void tell(const Fixture &f, const std::vector<Call> &calls) {
     std::vector<spice::policy::FutureCall> future;
     for (const Call &call : calls) future.push_back({call.layer, 1, call.ids});
-    f.engine->prefetcher()->set_future(std::move(future), {}, 0);
+    CHECK_EQ(f.engine->prefetcher()->set_future(std::move(future), {}, 0).message(), "");
 }
 
 bool consistent(const spice::Counters &c) {
@@ -116,6 +116,20 @@ TEST(what_is_foretold_is_there_in_time) {
     CHECK(consistent(c));
     CHECK(c.resident_bytes <= f.engine->plan().budget);
     CHECK_EQ(c.prefetch.expected, c.prefetch.correct);
+}
+
+TEST(a_future_that_cannot_be_is_refused) {
+    const Fixture f(5);
+    for (const spice::policy::FutureCall &call : {spice::policy::FutureCall{0, 1, {1, 4}},
+                                                  {0, 1, {-1, 1}},
+                                                  {1, 1, {1 << 30}},
+                                                  {2, 1, {0}},
+                                                  {-1, 1, {0}}}) {
+        const spice::Status status = f.engine->prefetcher()->set_future({{0, 1, {0, 1}}, call}, {}, 0);
+        CHECK(status.code() == spice::Code::malformed);
+    }
+    for (const Call &call : routing(10, 3)) CHECK(f.call(call.layer, call.ids));
+    CHECK_EQ(f.engine->counters().prefetched, 0U); // nothing was told
 }
 
 TEST(every_predictor_serves_and_the_bytes_stay_right) {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from spice_moe import Llama, SpiceError, predictors
 from support import Stock, assert_same, greedy, open_model, prompt
@@ -70,6 +71,14 @@ def test_an_oracle_leaves_less_to_wait_for(model: Path, stock) -> None:
     assert stats["predicted_right"] == stats["predicted_experts"] > 0
     assert without["prefetched"] == 0
     assert stats["experts_missed"] < without["experts_missed"]
+
+
+@pytest.mark.parametrize("expert", [-1, 60, 2**31 - 1])
+def test_a_future_of_experts_that_do_not_exist_is_refused(model: Path, expert: int) -> None:
+    with contextlib.closing(open_model(Llama, model, predictor="replay")) as llm:
+        layer = next(iter(llm.spice._core.uses()))
+        with pytest.raises(SpiceError, match=f"expert {expert} of"):
+            llm.spice._core.set_future([(layer, np.array([[0, expert]], np.int32))])
 
 
 def test_nothing_is_predicted_where_everything_is_in_memory(model: Path) -> None:
