@@ -224,7 +224,7 @@ PYBIND11_MODULE(_core, m) {
         .def(py::init<const std::string &, int64_t, int32_t, const std::string &, bool, bool,
                       const std::string &, bool, const std::string &, bool>(),
              py::arg("path"), py::arg("expert_used") = 0, py::arg("io_threads") = 0, py::arg("eviction") = "",
-             py::arg("direct_io") = true, py::arg("prefetch") = true, py::arg("predictor") = "",
+             py::arg("direct_io") = true, py::arg("prefetch") = false, py::arg("predictor") = "",
              py::arg("prefetch_always") = false, py::arg("sidecar") = "", py::arg("sidecar_required") = true)
         .def(
             "build_pool",

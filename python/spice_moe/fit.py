@@ -178,7 +178,8 @@ def open_model(model: str | os.PathLike[str], options: FitOptions) -> Llama:
     """The model in SPICE, with a context of one chunk. Raises what `Llama` raises."""
     arguments: dict[str, Any] = {}
     if options.expert_used:
-        arch = _core.Model(os.fspath(model)).summary()["architecture"]
+        with contextlib.closing(_core.Model(os.fspath(model))) as core:
+            arch = core.summary()["architecture"]
         arguments["kv_overrides"] = {f"{arch}.expert_used_count": options.expert_used}
     if options.n_threads:
         arguments["n_threads"] = arguments["n_threads_batch"] = options.n_threads

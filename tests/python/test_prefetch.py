@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spice_moe import Llama, SpiceError, predictors
+from spice_moe import Llama, SpiceError, _core, predictors
 from support import Stock, assert_same, greedy, open_model, prompt
 
 TOKENS = prompt(12)
@@ -93,6 +93,12 @@ def test_nothing_is_predicted_where_everything_is_in_memory(model: Path) -> None
         greedy(llm, TOKENS, 10)
         stats = llm.spice.stats()
     assert stats["predicted_calls"] == stats["prefetched"] == stats["bytes_read"] == 0
+
+
+def test_asking_for_the_headers_reads_no_router(model: Path) -> None:
+    with contextlib.closing(_core.Model(str(model))) as core:
+        assert core.pool()["predictor"] == ""
+        assert core.pool()["head_bytes"] == 0
 
 
 def test_it_can_be_turned_off(model: Path, stock) -> None:
