@@ -17,6 +17,7 @@ from .errors import SpiceBudgetError, SpiceFormatError
 from .loading import LoadMonitor
 from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, ON_DEVICE, REPACKED, Plan, format_bytes
+from .sidecar import default_path
 from .usage import add_run, hottest_first, read_uses, usage_file, write_uses
 
 #: Bytes of experts below which reading them takes no time that anybody would notice.
@@ -26,7 +27,6 @@ WORTH_PRELOADING = 2**30
 # on the GPU and copy all of them back for every layer call.
 _BESIDE_EXPERTS = rb"^blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_(exps|chexps)\.(bias|scale)$"
 _USED_KEY = ".expert_used_count"
-SIDECAR_SUFFIX = ".spice.gguf"  # of what spice-fit writes beside MODEL.gguf
 # (memory-mapped, locked) -> what the plan calls it
 _LOAD_MODES = {
     (True, False): "mmap",
@@ -72,7 +72,7 @@ def sidecar_for(path: str, options: SpiceOptions) -> str:
     """What ``spice-fit`` made for the model: the file asked for, or the one beside the model; "" for none."""
     if options.sidecar is not None:
         return os.fspath(options.sidecar)
-    beside = Path(path).with_suffix(SIDECAR_SUFFIX)
+    beside = default_path(path)
     return str(beside) if options.prefetch and beside.is_file() else ""
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spice_moe import _core, fit, fit_cli, fit_recall, sidecar
+from spice_moe import SpiceOptions, _core, fit, fit_cli, fit_recall, sidecar
+from spice_moe.attachment import sidecar_for
 from spice_moe.errors import SpiceError, SpiceUnsupportedError
 from spice_moe.shipped import tiny_model as shipped_model
 from support_models import make_dense
@@ -207,3 +208,10 @@ def test_a_sidecar_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
 
 def test_the_default_path_is_beside_the_model() -> None:
     assert sidecar.default_path("/a/m.Q4_K.gguf") == Path("/a/m.Q4_K.spice.gguf")
+
+
+@pytest.mark.parametrize("name", ["m.Q4_K.gguf", "m-1.5", "m"])
+def test_what_is_fitted_is_found_again(tmp_path: Path, name: str) -> None:
+    model = tmp_path / name
+    sidecar.default_path(model).write_bytes(b"")
+    assert Path(sidecar_for(str(model), SpiceOptions())) == sidecar.default_path(model)
