@@ -78,7 +78,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--hardware", metavar="NAME", help=f"{', '.join(hardware.presets())}, or a file (default: a probe)")
     add("--ram", type=budget.parse_size, metavar="SIZE", help="memory for the model (default: what is free)")
     add(
-        "--vram", type=budget.parse_size, metavar="SIZE", help="GPU memory for the model (default: all of it)"
+        "--vram",
+        type=budget.parse_size,
+        metavar="SIZE",
+        help="GPU memory for the model (default: all of it); 0: no GPU",
     )
     add("--probe", type=Path, metavar="FILE", help="measure this machine and write FILE")
     add("--file", type=Path, metavar="GGUF", help="with --probe: read this file to time the disk")
@@ -121,11 +124,14 @@ def plan(
 ) -> dict[str, Any]:
     """The forecast as plain JSON types. `here`: free memory is asked of this system, not of `machine`.
 
-    ram, vram: bytes for the model, None: what there is.
+    ram, vram: bytes for the model, None: what there is; vram 0: the GPU is left out.
     """
-    free = ram or (budget.free_memory().bytes if here else machine.memory)
-    use_device = machine.has_device
-    room = (vram or machine.vram) if use_device else free
+    if ram is not None:
+        free = ram
+    else:
+        free = budget.free_memory().bytes if here else machine.memory
+    use_device = machine.has_device and vram != 0
+    room = free if not use_device else machine.vram if vram is None else vram
     slab = max(shape.slab_bytes)
     smallest = int(slab * shape.top_k)
     for_experts = max(int(room - shape.other_bytes - RESERVE), 0)

@@ -80,6 +80,15 @@ def test_plans_for_too_little() -> None:
     assert "does not run" in plan_cli.describe(nothing)
 
 
+def test_nothing_is_nothing() -> None:
+    """0 is a size, not "as much as there is"."""
+    gpu = hardware.load("rtx4060")
+    assert plan_cli.plan(SHAPE, gpu)["pool"] == "VRAM"
+    without = plan_cli.plan(SHAPE, gpu, vram=0)
+    assert without["pool"] == "RAM" and without["room"] == gpu.memory
+    assert not plan_cli.plan(SHAPE, hardware.load("laptop-nvme"), ram=0)["possible"]
+
+
 def test_a_probe_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MEMORY_BYTES", 2**20)
     file = tmp_path / "data"
