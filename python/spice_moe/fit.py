@@ -194,7 +194,10 @@ def open_model(model: str | os.PathLike[str], options: FitOptions) -> Llama:
 
 
 def _split(llm: Llama, texts: Mapping[str, str], options: FitOptions, most_rows: int) -> tuple[_Split, int]:
-    """Every text in three contiguous blocks, so that each kind is in each part; and the tokens used."""
+    """Every text in three contiguous blocks, so that each kind is in each part; and the tokens used.
+
+    Texts of one or two pieces are divided together, as one text.
+    """
     ids = {name: capture.tokenize(llm, text) for name, text in texts.items()}
     total = sum(map(len, ids.values()))
     part = min(1.0, options.tokens / total) if options.tokens and total else 1.0
@@ -202,9 +205,16 @@ def _split(llm: Llama, texts: Mapping[str, str], options: FitOptions, most_rows:
     # Short texts in shorter chunks, rather than not at all.
     while chunk > 16 and sum(int(len(v) * part) // chunk for v in ids.values()) < LEAST_CHUNKS:
         chunk //= 2
+    blocks: list[list[list[int]]] = []
+    short: list[list[int]] = []
     for tokens in ids.values():
         pieces = [p for p in capture.cut(llm, tokens[: int(len(tokens) * part)], chunk) if len(p) > 1]
         used += sum(map(len, pieces))
+        if len(pieces) > 2:
+            blocks.append(pieces)
+        else:
+            short += pieces
+    for pieces in (*blocks, short):
         report = max(1, round(len(pieces) * _REPORT)) if len(pieces) > 2 else 0
         choose = max(1, round(len(pieces) * _CHOOSE)) if len(pieces) > 2 else 0
         end = len(pieces) - report - choose

@@ -206,6 +206,18 @@ def test_a_sidecar_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
     assert (tmp_path / "s.gguf").stat().st_size > 0
 
 
+def test_many_short_texts_are_divided_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit.capture, "tokenize", lambda llm, text: [int(text)] * 40)
+    monkeypatch.setattr(
+        fit.capture, "cut", lambda llm, ids, n: [ids[i : i + n] for i in range(0, len(ids), n)]
+    )
+    texts = {str(i): str(i) for i in range(30)}
+    split, used = fit._split(None, texts, fit.FitOptions(chunk=64), 1000)
+    assert used == 30 * 40
+    assert [len(split.fit), len(split.choose), len(split.report)] == [48, 6, 6]  # two pieces each
+    assert [pieces[0][0] for pieces in (split.fit, split.choose, split.report)] == [0, 24, 27]
+
+
 def test_the_default_path_is_beside_the_model() -> None:
     assert sidecar.default_path("/a/m.Q4_K.gguf") == Path("/a/m.Q4_K.spice.gguf")
 
