@@ -27,23 +27,24 @@ THROTTLE = Path("/sys/fs/cgroup/blkio")
 MODES = ("none", "default", "always", "oracle")
 
 
+def disk_of(device: int, devices: Path = Path("/sys/dev/block")) -> str:
+    """``major:minor`` of the whole disk that a device number is on: limits on a partition are refused."""
+    entry = devices / f"{os.major(device)}:{os.minor(device)}"
+    if (entry / "partition").exists():
+        return (entry / ".." / "dev").read_text().strip()  # the entry is a link into the disk's own folder
+    return entry.name
+
+
 @contextlib.contextmanager
 def throttled(path: Path, bandwidth: int) -> Iterator[Path | None]:
     """A cgroup whose processes read the disk of `path` at `bandwidth` bytes per second; None for 0."""
     if not bandwidth:
         yield None
         return
-    device = path.stat().st_dev
-    if (
-        os.minor(device) != 0
-        and not Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue").exists()
-    ):
-        device = os.makedev(os.major(device), 0)  # a partition: the limit is of the whole disk
     group = THROTTLE / f"spice-bench-{os.getpid()}"
     group.mkdir()
     try:
-        limit = f"{os.major(device)}:{os.minor(device)} {bandwidth}"
-        (group / "blkio.throttle.read_bps_device").write_text(limit)
+        (group / "blkio.throttle.read_bps_device").write_text(f"{disk_of(path.stat().st_dev)} {bandwidth}")
         yield group
     finally:
         group.rmdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,18 @@ def test_vs_stock(tiny_model) -> None:
     for words in ("SPICE: qwen2moe", "repacking off", "decode", "bit-identical", "layer_calls"):
         assert words in text
     assert subprocess.run([sys.executable, str(BENCH), "nothing.gguf"], capture_output=True).returncode == 3
+
+
+def test_a_limit_is_on_the_whole_disk(tmp_path: Path) -> None:
+    from bench.prefetch import disk_of
+
+    disk = tmp_path / "devices" / "nvme1n1"
+    (disk / "nvme1n1p2").mkdir(parents=True)
+    (disk / "dev").write_text("259:3\n")
+    (disk / "nvme1n1p2" / "partition").write_text("2\n")
+    links = tmp_path / "block"
+    links.mkdir()
+    (links / "259:5").symlink_to(disk / "nvme1n1p2")
+    (links / "259:3").symlink_to(disk)
+    assert disk_of(os.makedev(259, 5), links) == "259:3"
+    assert disk_of(os.makedev(259, 3), links) == "259:3"
