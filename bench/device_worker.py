@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import numpy as np
+from decoding import PROMPT, decode, read_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -104,31 +104,24 @@ def main() -> int:
         print(f"{job['label']}: {error}", file=sys.stderr)
         return 3
     report: dict[str, Any] = {"load_seconds": time.perf_counter() - started, "prefill": {}}
-    text = llm.tokenize(Path(job["text"]).read_bytes(), add_bos=True)
+    warm, counted = job["warm"], job["decode"]
+    text = read_text(llm, job["text"], max([*job["prefills"], PROMPT + warm + counted]))
     for length in job["prefills"]:
         llm.reset()
         started = time.perf_counter()
         llm.eval(text[:length])
         report["prefill"][str(length)] = time.perf_counter() - started
-    llm.reset()
-    warm, measured = job["warm"], job["decode"]
-    llm.eval(text[:16])
-    for token in text[16 : 16 + warm]:
-        llm.eval([token])
-    if job["kind"] == "spice":
-        llm.spice.reset_stats()  # type: ignore[attr-defined]
-    if emulator is not None:
-        emulator.reset_counters()
-    best: list[int] = []
-    before = energy()
-    started = time.perf_counter()
-    for token in text[16 + warm : 16 + warm + measured]:
-        llm.eval([token])
-        logits = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
-        best.append(int(np.argmax(np.ctypeslib.as_array(logits, shape=(llm.n_vocab(),)))))
-    report["decode_seconds"] = time.perf_counter() - started
+    before: dict[str, float] = {}
+
+    def start() -> None:
+        if job["kind"] == "spice":
+            llm.spice.reset_stats()  # type: ignore[attr-defined]
+        if emulator is not None:
+            emulator.reset_counters()
+        before.update(energy())
+
+    report["decode_seconds"], report["best"] = decode(llm, text, warm, counted, start=start)
     report["joules"] = {name: joules - before[name] for name, joules in energy().items() if name in before}
-    report["best"] = best
     if job["kind"] == "spice":
         stats = llm.spice.stats()  # type: ignore[attr-defined]
         report["plan"] = stats.pop("plan")

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
+from decoding import PROMPT, decode, read_text
 from spice_moe import Llama
 
-PROMPT = 16
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"prefetch": False},
     "record": {"prefetch": False},
@@ -46,22 +43,12 @@ def main() -> int:
     )  # fmt: skip
     core = llm.spice._core
     assert core is not None
-    text = llm.tokenize(Path(job["text"]).read_bytes(), add_bos=True)[: PROMPT + job["warm"] + job["decode"]]
+    text = read_text(llm, job["text"], PROMPT + job["warm"] + job["decode"])
     if mode == "record":
         core.start_capture()
     if mode == "oracle":
         core.set_future(load_routing(job["routing"]))
-    llm.eval(text[:PROMPT])
-    for token in text[PROMPT : PROMPT + job["warm"]]:
-        llm.eval([token])
-    llm.spice.reset_stats()
-    best: list[int] = []
-    started = time.perf_counter()
-    for token in text[PROMPT + job["warm"] :]:
-        llm.eval([token])
-        logits = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
-        best.append(int(np.argmax(np.ctypeslib.as_array(logits, shape=(llm.n_vocab(),)))))
-    seconds = time.perf_counter() - started
+    seconds, best = decode(llm, text, job["warm"], job["decode"], start=llm.spice.reset_stats)
     counters = llm.spice.stats()
     plan = counters.pop("plan")
     if mode == "record":

@@ -10,11 +10,10 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import numpy as np
+from decoding import PROMPT, decode, read_text
 
 
 class Run:
@@ -23,12 +22,8 @@ class Run:
     def __init__(self, job: dict[str, Any], llm: llama_cpp.Llama) -> None:
         self._llm = llm
         self._job = job
-        self._text = llm.tokenize(Path(job["text"]).read_bytes(), add_bos=True)
-        needed = sum(job["prefills"]) + 16 + job["warm"] + job["decode"]
-        if len(self._text) < needed:
-            raise SystemExit(
-                f"{job['text']}: {len(self._text)} tokens, {needed} are needed; give a longer --text"
-            )
+        needed = sum(job["prefills"]) + PROMPT + job["warm"] + job["decode"]
+        self._text = read_text(llm, job["text"], needed)
 
     def prefills(self) -> list[dict[str, Any]]:
         """Evaluate the prompts, each on an empty context: stretches of the text from its end backwards."""
@@ -46,19 +41,8 @@ class Run:
 
     def decode(self) -> tuple[dict[str, Any], list[int]]:
         """Real text token by token: the counted part, and the most likely token after each."""
-        warm = 16 + self._job["warm"]
-        self._llm.reset()
-        self._llm.eval(self._text[:16])
-        for token in self._text[16:warm]:
-            self._llm.eval([token])
-        self._reset()
-        best: list[int] = []
-        started = time.perf_counter()
-        for token in self._text[warm : warm + self._job["decode"]]:
-            self._llm.eval([token])
-            logits = llama_cpp.llama_get_logits_ith(self._llm.ctx, -1)
-            best.append(int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._llm.n_vocab(),)))))
-        seconds = time.perf_counter() - started
+        warm, counted = self._job["warm"], self._job["decode"]
+        seconds, best = decode(self._llm, self._text, warm, counted, start=self._reset)
         return dict(seconds=seconds, counters=self._counters()), best
 
     def _counters(self) -> dict[str, Any]:

@@ -20,10 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from decoding import PROMPT
 from ram_pressure import drop_from_page_cache
 from spice_moe import hardware, sim, sim_models, trace
-
-PROMPT = 16  #: tokens that the worker evaluates at once before it decodes
 
 
 def record(model: Path, text: Path, tokens: int) -> trace.Trace:

@@ -126,10 +126,8 @@ def plan(
 
     ram, vram: bytes for the model, None: what there is; vram 0: the GPU is left out.
     """
-    if ram is not None:
-        free = ram
-    else:
-        free = budget.free_memory().bytes if here else machine.memory
+    there_is = budget.free_memory().bytes if here else machine.memory
+    free = there_is if ram is None else ram
     use_device = machine.has_device and vram != 0
     room = free if not use_device else machine.vram if vram is None else vram
     slab = max(shape.slab_bytes)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "vs_stock.py"
 
 
@@ -43,3 +45,14 @@ def test_a_limit_is_on_the_whole_disk(tmp_path: Path) -> None:
     (links / "259:3").symlink_to(disk)
     assert disk_of(os.makedev(259, 5), links) == "259:3"
     assert disk_of(os.makedev(259, 3), links) == "259:3"
+
+
+@pytest.mark.parametrize("bench", ["prefetch.py", "device.py"])
+def test_a_text_that_is_too_short_is_named(tiny_model, tmp_path: Path, bench: str) -> None:
+    path = tiny_model("qwen2moe", layers=3, expert_type="Q4_K", seed=1)
+    text = tmp_path / "short.txt"
+    text.write_text("a few words")
+    command = [sys.executable, str(BENCH.with_name(bench)), str(path), "--text", str(text)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"{text}: " in done.stderr and "give a longer --text" in done.stderr
