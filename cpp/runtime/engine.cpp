@@ -82,14 +82,12 @@ Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path,
 
 Status Engine::set_up_prefetch(const EngineOptions &options) {
     if (!options.prefetch.enabled) return {};
-    Result<HeadSet> heads =
-        make_heads(model_, index_, {.expert_used = options.expert_used, .sidecar = options.sidecar});
-    std::string note;
-    if (!heads.ok() && !options.sidecar_required) {
-        note = heads.status().message();
-        heads = make_heads(model_, index_, {.expert_used = options.expert_used, .sidecar = {}});
-    }
+    Result<HeadSet> heads = make_heads(model_, index_,
+                                       {.expert_used = options.expert_used,
+                                        .sidecar = options.sidecar,
+                                        .sidecar_required = options.sidecar_required});
     if (!heads.ok()) return heads.status();
+    const std::string note = heads.value().sidecar_problem;
     plan_.sidecar = note.empty() ? options.sidecar.string() : std::string();
     Result<std::unique_ptr<Prefetcher>> prefetcher = Prefetcher::make(*this, heads.take(), options.prefetch);
     if (!prefetcher.ok()) return prefetcher.status();

@@ -73,7 +73,8 @@ Result<std::shared_ptr<const RouterHeads>> read_kind(const Sidecar &sidecar, std
     return std::shared_ptr<const RouterHeads>(heads);
 }
 
-Status read_sidecar(const GgufModel &model, const RouterSet &set, const HeadOptions &options, HeadSet &out) {
+Status read_sidecar(const GgufModel &model, const RouterSet &set, const HeadOptions &options,
+                    HeadSet &out) try {
     Result<std::string> print = fingerprint(model);
     if (!print.ok()) return print.status();
     Result<Sidecar> sidecar = Sidecar::open(options.sidecar, set, print.value());
@@ -85,6 +86,8 @@ Status read_sidecar(const GgufModel &model, const RouterSet &set, const HeadOpti
         *heads = read.take();
     }
     return {};
+} catch (const std::bad_alloc &) {
+    return {Code::out_of_memory, options.sidecar.string() + ": no memory for its heads"};
 }
 
 } // namespace
@@ -93,6 +96,13 @@ uint64_t HeadSet::bytes() const {
     uint64_t sum = routers == nullptr ? 0 : routers->bytes();
     for (const auto &heads : {frozen, adapter, draft}) sum += heads == nullptr ? 0 : heads->bytes();
     return sum;
+}
+
+void HeadSet::keep_only(const RouterHeads *used) {
+    for (auto *heads : {&frozen, &adapter, &draft}) {
+        if (heads->get() != used) heads->reset();
+    }
+    if (used == nullptr) routers.reset();
 }
 
 Result<HeadSet> make_heads(const GgufModel &model, const ExpertIndex &index, const HeadOptions &options) {
@@ -106,18 +116,21 @@ Result<HeadSet> make_heads(const GgufModel &model, const ExpertIndex &index, con
         if (out.routers != nullptr) {
             out.frozen = std::make_shared<RouterHeads>(out.routers, options.max_horizon);
         }
-        if (!options.sidecar.empty()) {
-            if (Status status = read_sidecar(model, set, options, out); !status.ok()) return status;
+        if (options.sidecar.empty()) return out;
+        if (Status status = read_sidecar(model, set, options, out); !status.ok()) {
+            if (options.sidecar_required) return status;
+            out.adapter = out.draft = nullptr;
+            out.sidecar_problem = status.message();
         }
         return out;
     } catch (const std::bad_alloc &) {
-        if (!options.sidecar.empty()) {
-            return Status(Code::out_of_memory, options.sidecar.string() + ": no memory for its heads");
-        }
         HeadSet none;
         none.reason = "no memory for prediction heads";
         none.gating = out.gating;
         none.selection_bias.resize(out.selection_bias.size());
+        if (options.sidecar.empty()) return none;
+        none.sidecar_problem = options.sidecar.string() + ": " + none.reason;
+        if (options.sidecar_required) return Status(Code::out_of_memory, none.sidecar_problem);
         return none;
     }
 }

@@ -69,7 +69,7 @@ Result<std::unique_ptr<Prefetcher>> Prefetcher::make(Engine &engine, HeadSet hea
                                              std::to_string(made->n_groups_) + " layers of " +
                                              std::to_string(made->n_experts_) + " experts");
     }
-    const HeadSet &set = made->heads_;
+    HeadSet &set = made->heads_;
     switch (made->predictor_->scores()) {
     case policy::ScoreSource::none:
         break;
@@ -90,6 +90,7 @@ Result<std::unique_ptr<Prefetcher>> Prefetcher::make(Engine &engine, HeadSet hea
                                                      : set.frozen;
         break;
     }
+    set.keep_only(made->used_heads_.get());
     if (made->used_heads_ != nullptr) made->head_call_.emplace(*made->used_heads_);
     made->gating_ = to_policy(set.gating);
     if (!policy::possible(made->gating_, made->n_experts_)) made->gating_ = {made->gating_.activation, 1, 1};

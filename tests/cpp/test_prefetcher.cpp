@@ -145,6 +145,12 @@ TEST(every_predictor_serves_and_the_bytes_stay_right) {
     }
 }
 
+TEST(only_predictors_that_read_routers_keep_them) {
+    CHECK_EQ(Fixture(5, "replay").engine->plan().head_bytes, 0U);
+    CHECK_EQ(Fixture(5, "history").engine->plan().head_bytes, 0U);
+    CHECK(Fixture(5, "router").engine->plan().head_bytes > 0);
+}
+
 TEST(predictors_that_need_fitted_heads_say_so) {
     const test::TempDir dir(true);
     const auto path = dir.write("m.gguf", test::good_model().bytes());

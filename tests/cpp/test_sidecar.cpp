@@ -75,6 +75,30 @@ TEST(heads_of_a_model_and_its_sidecar) {
     CHECK(fitted.value().bytes() > plain.value().bytes());
 }
 
+TEST(a_sidecar_nobody_asked_for_is_left_out_with_a_reason) {
+    const test::TempDir dir;
+    const Opened m = open_model(dir.write("m.gguf", test::good_model().bytes()));
+    const auto sidecar = dir.write("s.gguf", good_sidecar("of another model").bytes());
+    CHECK(!heads(m, sidecar).ok());
+    const Result<HeadSet> set = make_heads(m.model, m.index, {.sidecar = sidecar, .sidecar_required = false});
+    CHECK_EQ(set.status().message(), "");
+    CHECK(contains(set.value().sidecar_problem, "another model"));
+    CHECK(set.value().frozen->has(0, 1));
+    CHECK(set.value().draft == nullptr && set.value().adapter == nullptr);
+}
+
+TEST(unused_heads_are_let_go) {
+    const test::TempDir dir;
+    const Opened m = open_model(dir.write("m.gguf", test::good_model().bytes()));
+    HeadSet set = heads(m, dir.write("s.gguf", good_sidecar(m.print).bytes())).take();
+    const uint64_t all = set.bytes();
+    set.keep_only(set.draft.get());
+    CHECK(set.draft != nullptr && set.frozen == nullptr && set.adapter == nullptr);
+    CHECK(set.bytes() < all);
+    set.keep_only(nullptr);
+    CHECK_EQ(set.bytes(), 0U);
+}
+
 TEST(a_model_without_routers_has_a_reason) {
     const test::TempDir dir;
     test::GgufBuilder b = test::good_model();
