@@ -121,8 +121,11 @@ void RoutingHistory::learn_use(size_t g, std::span<const int32_t> ids, size_t ro
 }
 
 void RoutingHistory::learn_tables(size_t g, std::span<const int32_t> ids, size_t rows, size_t k) {
-    // The token before: the last row of the call before, then the rows of this one.
-    if (n_rows_[g] > 0) count(next_[g], row_of(g, static_cast<size_t>(n_rows_[g]) - 1), ids.first(k));
+    // The token before: the last row of the call before (unless this call's first rows were left out), then
+    // the rows of this one.
+    const bool whole = rows == static_cast<size_t>(total_rows_[g]);
+    if (n_rows_[g] > 0 && whole)
+        count(next_[g], row_of(g, static_cast<size_t>(n_rows_[g]) - 1), ids.first(k));
     if (rows > 8) { // consecutive tokens of a prompt; a few rows may as well be sequences of a batch
         for (size_t row = 1; row < rows; ++row) {
             count(next_[g], ids.subspan((row - 1) * k, k), ids.subspan(row * k, k));

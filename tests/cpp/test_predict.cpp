@@ -188,6 +188,20 @@ TEST(history_learns_from_a_prompt) {
     CHECK_EQ(prompt.rows(1), 32);
 }
 
+TEST(history_knows_no_pair_across_rows_that_it_leaves_out) {
+    for (const int32_t rows : {RoutingHistory::max_rows, RoutingHistory::max_rows + 1}) {
+        RoutingHistory history({1, 8, 1, 1}, 1);
+        history.begin_call(0, std::vector<int32_t>{7}, 1);
+        std::vector<int32_t> ids(static_cast<size_t>(rows), 5);
+        ids.front() =
+            rows == RoutingHistory::max_rows ? 5 : 3; // what followed 7; the second time it is cut off
+        history.begin_call(0, ids, rows);
+        history.begin_call(0, std::vector<int32_t>{7}, 1);
+        const float follows = history.follow(0)[5];
+        CHECK(rows == RoutingHistory::max_rows ? follows > 0.1F : std::abs(follows) < 0.01F);
+    }
+}
+
 TEST(history_is_bounded) {
     const RoutingHistory small({48, 128, 8, 6}, 10);
     CHECK_EQ(small.n_distances(), 10);
