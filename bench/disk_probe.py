@@ -11,9 +11,8 @@ import os
 import random
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
@@ -27,10 +26,6 @@ class DiskSpeed:
     in_flight: int
     read_bytes: int  #: of one read
     direct: bool  #: False: the file system refused direct reads, so the page cache may have answered
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON types."""
-        return asdict(self)
 
     def __str__(self) -> str:
         kind = (

@@ -250,7 +250,6 @@ std::vector<py::dict> plan(const std::vector<std::tuple<int32_t, double, std::ve
         one["group"] = load.id.group;
         one["expert"] = load.id.expert;
         one["horizon"] = load.horizon;
-        one["expires_at_group"] = load.expires_at_group;
         one["chance"] = load.chance;
         one["priority"] = load.priority;
         out.push_back(one);

@@ -133,8 +133,6 @@ void bind_sim(py::module_ &m) {
     py::module_ sim = m.def_submodule("sim", "Simulation of a model on a machine; see cpp/sim/simulator.h.");
     sim.def("strategy_names", [] { return to_list(policy::strategy_names()); });
     sim.def("belady_names", [] { return to_list(spice::sim::belady_names()); });
-    sim.def("placement_names", [] { return to_list(policy::placement_names()); });
-    sim.def("predictor_names", [] { return to_list(policy::predictor_names()); });
     py::class_<policy::ExpertCost>(sim, "ExpertCost")
         .def(py::init<double, double>(), py::arg("fixed"), py::arg("per_row"));
     py::class_<policy::PlacementCosts>(sim, "PlacementCosts", "See cpp/policy/placement.h.")

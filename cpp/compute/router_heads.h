@@ -50,7 +50,6 @@ class AddedRows {
   public:
     AddedRows() = default;
     AddedRows(std::span<const float> rows, int64_t n_out);
-    [[nodiscard]] bool empty() const { return data_.empty(); }
     [[nodiscard]] uint64_t bytes() const { return data_.size() * sizeof(uint16_t); }
     /// out += factor * row; ignores a row that does not exist. `scratch` has room for one row.
     void add(int64_t row, float factor, float *scratch, float *out) const;

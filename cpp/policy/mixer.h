@@ -41,7 +41,6 @@ class Mixer {
     Mixer(size_t n_contexts, size_t n_groups, size_t n_experts);
 
     void start(size_t context, const Weights &weights) { contexts_[context].weights = weights; }
-    [[nodiscard]] const Weights &weights(size_t context) const { return contexts_[context].weights; }
 
     /// p[n_experts] for one row that uses k experts.
     void mix(size_t context, size_t group, const Features &features, size_t k, std::span<float> p);

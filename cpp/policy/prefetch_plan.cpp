@@ -22,7 +22,7 @@ void PrefetchPlanner::add(int32_t group, int32_t horizon, double seconds, std::s
         if (!(chances[e] >= options_.p_min)) continue;
         const SlabId id{group, static_cast<int32_t>(e)};
         if (present(id)) continue;
-        candidates_.push_back({id, horizon, group, chances[e], 0.0F});
+        candidates_.push_back({id, horizon, chances[e], 0.0F});
     }
 }
 

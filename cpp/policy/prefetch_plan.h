@@ -46,8 +46,7 @@ struct LinkState {
 
 struct PrefetchLoad {
     SlabId id;
-    int32_t horizon = 0;          ///< layer calls until it is needed
-    int32_t expires_at_group = 0; ///< worthless when this group's next call begins (its own group)
+    int32_t horizon = 0; ///< layer calls until it is needed
     float chance = 0.0F;
     float priority = 0.0F; ///< seconds of stall that it is expected to save
 };

@@ -146,10 +146,6 @@ class Finder {
 
 } // namespace
 
-bool RouterSet::usable() const {
-    return std::ranges::any_of(groups, [](const RouterInfo &info) { return info.weight != nullptr; });
-}
-
 RouterSet find_routers(const GgufModel &model, const ExpertIndex &index, int64_t expert_used) {
     RouterSet set;
     set.gating = find_gating(model, expert_used);

@@ -64,7 +64,6 @@ struct RouterSet {
     RouterGating gating;
     std::vector<RouterInfo> groups; ///< one for each group of the Engine
     std::string reason;             ///< why some or all groups have no router; empty: all have one
-    [[nodiscard]] bool usable() const;
 };
 
 /// The data of one group's router.

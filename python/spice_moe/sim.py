@@ -131,27 +131,56 @@ def run(
     memory_slots: with a device, experts that memory holds (0: all). Raises ValueError that names a wrong
     argument, or a pool too small for the strategy.
     """
+    return _play(_Played.of(trace, sequences, tokens), hardware, shape, strategy, slots=slots,
+                 memory_slots=memory_slots, use_device=use_device, options=options)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Played:
+    """What every run on one trace is given."""
+
+    ids: NDArray[np.int32]
+    lens: NDArray[np.int32]
+    weights: Any
+    profile: list[int]
+    n_expert: int
+
+    @staticmethod
+    def of(trace: Trace, sequences: int = 0, tokens: int = 0) -> _Played:
+        return _Played(*cut(trace, sequences, tokens), profile(trace).ravel().tolist(), trace.n_expert)
+
+
+def _play(
+    played: _Played,
+    hardware: Hardware,
+    shape: Shape,
+    strategy: str,
+    *,
+    slots: int,
+    memory_slots: int = 0,
+    use_device: bool = True,
+    options: Options | None = None,
+) -> Run:
     o = options or Options()
-    ids, lens, weights = cut(trace, sequences, tokens)
     machine = hardware.machine(use_device=use_device)
     core = _core.sim.SimOptions()
     for name in ("batch", "prefill", "keep", "draft", "acceptance", "fidelity", "predictor", "seed"):
         setattr(core, name, getattr(o, name))
     core.strategy, core.slots, core.memory_slots = strategy, slots, memory_slots
     core.recall = list(o.recall)
-    core.profile = profile(trace).ravel().tolist()
+    core.profile = played.profile
     cost = DRAFT_COST.get(strategy, 0.1 if o.draft else 0.0) if o.draft_cost is None else o.draft_cost
     core.draft_seconds = cost * resident_tpot(machine, shape)
     if strategy not in DRAFT_COST and not o.draft:
         core.draft_seconds = 0.0
     counts = _core.sim.simulate(
-        ids,
-        lens,
-        n_experts=trace.n_expert,
+        played.ids,
+        played.lens,
+        n_experts=played.n_expert,
         machine=machine,
         model=shape.core(),
         options=core,
-        weights=weights,
+        weights=played.weights,
     )
     return _summary(strategy, slots, shape, counts)
 
@@ -191,19 +220,23 @@ def sweep(
     shape: Shape,
     names: Sequence[str],
     shares: Sequence[float],
+    *,
+    sequences: int = 0,
+    tokens: int = 0,
     **arguments: Any,
 ) -> list[Run]:
-    """Every strategy at every pool size (a share of all experts, at least one token's top-k).
+    """Every strategy at every pool size (a share of all experts, at least one token's top-k), as `run`.
 
     Strategies that split their pool are left out where there is less than a slot per layer.
     """
+    played = _Played.of(trace, sequences, tokens)
     runs = []
     for share in shares:
         slots = max(shape.top_k, round(shape.experts_total * share))
         for name in names:
             if slots < shape.layers and name in SPLIT:
                 continue
-            runs.append(run(trace, hardware, shape, name, slots=slots, **arguments))
+            runs.append(_play(played, hardware, shape, name, slots=slots, **arguments))
     return runs
 
 

@@ -135,7 +135,6 @@ TEST(what_is_present_or_unlikely_is_left_out) {
                 [](SlabId id) { return id.expert == 0; });
     const auto plan = planner.plan({1000 * mb, 0, 0}, one_mb, free_slots);
     CHECK_EQ(text(plan), "3:1 ");
-    CHECK_EQ(plan[0].expires_at_group, 3);
     CHECK_EQ(plan[0].horizon, 1);
     CHECK(std::abs(plan[0].priority - 0.25F * 0.001F) < 1e-8F); // seconds of stall that it may save
 }

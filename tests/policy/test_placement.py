@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spice_moe import _core
 from spice_moe._core import sim
 
 INF = float("inf")
@@ -61,7 +62,7 @@ def test_spice_is_the_best_choice(call: dict, prefetch_queued: float) -> None:
 @given(call=calls())
 def test_every_strategy_keeps_the_contract(call: dict) -> None:
     times = {}
-    for name in sim.placement_names():
+    for name in _core.placement_names():
         places = sim.place(name, **call)
         for letter, there in zip(places, call["on_device"], strict=True):
             assert letter in ("dh" if there < INF else "fh+")
