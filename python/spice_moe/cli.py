@@ -5,29 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
-import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, _core, budget
+from . import __version__, _core, budget, command
 from .device import check_vram, placements
-from .errors import (
-    SpiceBudgetError,
-    SpiceError,
-    SpiceFormatError,
-    SpiceIOError,
-    SpiceMemoryError,
-    SpiceUnsupportedError,
-)
 from .options import predictors, strategies
 from .plan import format_bytes
 from .session import MeteredLlama, Session
 from .shipped import tiny_model
-
-OK, OTHER, USAGE, NO_FILE, FORMAT, UNSUPPORTED, MEMORY, IO, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
 
 _EPILOG = """\
 examples:
@@ -51,59 +39,22 @@ exit codes:
 """
 
 
-class UsageError(Exception):
-    """Arguments that do not fit together, or do not fit the model."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
     args = _parse(argv)
     with contextlib.suppress(AttributeError):  # a replaced stdout may not be a TextIOWrapper
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has left; Python must not try to flush it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OTHER
-    except Exception as error:
-        code = _exit_code(error)
-        if args.verbose:
-            traceback.print_exc()
-        message = _one_line(error)
-        _say(f"error: {message}")
-        if args.json:
-            print(
-                json.dumps({"error": {"type": type(error).__name__, "message": message}, "exit_code": code})
-            )
-        return code
-
-
-def _exit_code(error: Exception) -> int:
-    # FileNotFoundError before OSError, MemoryError before the rest: SPICE's classes derive from several.
-    table: list[tuple[type[Exception] | tuple[type[Exception], ...], int]] = [
-        (UsageError, USAGE),
-        (FileNotFoundError, NO_FILE),
-        (SpiceFormatError, FORMAT),
-        (SpiceUnsupportedError, UNSUPPORTED),
-        ((SpiceMemoryError, SpiceBudgetError, MemoryError), MEMORY),
-        ((SpiceIOError, OSError), IO),
-        (SpiceError, OTHER),
-    ]
-    return next((code for kinds, code in table if isinstance(error, kinds)), OTHER)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return command.run(
+        "spice-run",
+        lambda: _run(args),
+        json_errors=args.json,
+        verbose=args.verbose,
+        value_error=command.OTHER,  # llama.cpp's binding raises it, for a model that does not load
+    )
 
 
 def _say(text: str) -> None:
-    # A closed stderr must not hide the exit code.
-    with contextlib.suppress(OSError, ValueError):
-        print(f"spice-run: {text}", file=sys.stderr, flush=True)
+    command.say("spice-run", text)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -279,10 +230,10 @@ def _prompt(args: argparse.Namespace) -> str:
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UsageError(f"the prompt from {source} is not UTF-8 (byte {error.start})") from error
+            raise command.UsageError(f"the prompt from {source} is not UTF-8 (byte {error.start})") from error
         text = text.removesuffix("\n")
     if not text:
-        raise UsageError(f"the prompt from {source} is empty")
+        raise command.UsageError(f"the prompt from {source} is empty")
     return text
 
 
@@ -321,9 +272,9 @@ def _expert_override(args: argparse.Namespace) -> dict[str, int] | None:
     summary = core.summary()
     core.close()
     if summary["dense"]:
-        raise UsageError(f"--experts-used: {args.model} is a dense model, it has no experts")
+        raise command.UsageError(f"--experts-used: {args.model} is a dense model, it has no experts")
     if args.experts_used > summary["n_expert"]:
-        raise UsageError(
+        raise command.UsageError(
             f"--experts-used {args.experts_used}: {args.model} has {summary['n_expert']} experts"
         )
     return {f"{summary['architecture']}.expert_used_count": args.experts_used}
@@ -361,11 +312,11 @@ def _stream(pieces: Iterable[str], *, echo: bool) -> tuple[str, bool]:
 
 def _answer(session: Session, prompt: str, args: argparse.Namespace) -> tuple[int, str]:
     if args.system is not None and not session.has_template:
-        raise UsageError("--system: this model has no chat template")
+        raise command.UsageError("--system: this model has no chat template")
     chat = session.has_template and not args.raw
     pieces = session.chat(prompt) if chat else session.complete(prompt)
     text, cut = _stream(pieces, echo=not args.json)
-    return (INTERRUPTED if cut else OK), text
+    return (command.INTERRUPTED if cut else command.OK), text
 
 
 def _converse(session: Session) -> int:
@@ -376,19 +327,19 @@ def _converse(session: Session) -> int:
         try:
             line = _read_line().strip()
         except EOFError:
-            return OK
+            return command.OK
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            return INTERRUPTED
+            return command.INTERRUPTED
         if line == "/exit":
-            return OK
+            return command.OK
         if line == "/reset":
             session.forget()
         elif line:
             try:
                 _stream(session.chat(line), echo=True)
             except ValueError as error:  # the conversation is longer than the context
-                _say(f"{_one_line(error)}; /reset starts anew, --ctx N makes room for more")
+                _say(f"{command.one_line(error)}; /reset starts anew, --ctx N makes room for more")
 
 
 def _read_line() -> str:
@@ -435,7 +386,7 @@ def _report(llm: MeteredLlama, session: Session, text: str, code: int) -> dict[s
     stats = llm.spice.stats()
     return {
         "text": text,
-        "finish_reason": "interrupted" if code == INTERRUPTED else session.finish_reason,
+        "finish_reason": "interrupted" if code == command.INTERRUPTED else session.finish_reason,
         "prompt": {
             "tokens": meter.prompt_tokens,
             "seconds": meter.prompt_seconds,

@@ -7,12 +7,11 @@ import contextlib
 import json
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, budget, cli, fit, fit_recall
+from . import __version__, budget, command, fit, fit_recall
 from .loading import ProgressBar
 from .plan import format_bytes
 
@@ -31,29 +30,22 @@ this very model file only. Exit codes are those of spice-run.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
     args = _parse(argv)
-    bar = ProgressBar("fitting")
+    return command.run(
+        "spice-fit",
+        lambda: _run(args),
+        json_errors=args.json,
+        verbose=args.verbose,
+        interrupted="interrupted; nothing was written",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    try:
-        report = _run(args, bar)
-        report["seconds"] = time.monotonic() - started
-    except KeyboardInterrupt:
-        bar.close()
-        _say("interrupted; nothing was written")
-        return cli.INTERRUPTED
-    except Exception as error:
-        bar.close()
-        code = cli.USAGE if type(error) is ValueError else cli._exit_code(error)
-        if args.verbose:
-            traceback.print_exc()
-        message = cli._one_line(error)
-        _say(f"error: {message}")
-        if args.json:
-            failure = {"type": type(error).__name__, "message": message}
-            print(json.dumps({"error": failure, "exit_code": code}))
-        return code
-    bar.close()
+    with contextlib.closing(ProgressBar("fitting")) as bar:
+        report = _fit(args, bar)
+    report["seconds"] = time.monotonic() - started
     print(json.dumps(report) if args.json else describe(report))
-    return cli.OK
+    return command.OK
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -75,7 +67,7 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _run(args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
+def _fit(args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
     texts: dict[str, str] = {}
     for path in args.text:
         name = path.name
@@ -92,11 +84,6 @@ def _run(args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
         ram_budget=args.ram,
     )
     return fit.fit(args.model, texts, args.output, options, progress=bar)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(f"spice-fit: {text}", file=sys.stderr, flush=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import budget, cli, hardware, probe, sim, sim_models
+from . import budget, command, hardware, probe, sim, sim_models
 from .plan import format_bytes
 from .trace import Trace
 
@@ -49,21 +48,7 @@ class Forecast:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
     args = _parse(argv)
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        return cli.INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left; Python must not flush it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return cli.OTHER
-    except Exception as error:
-        code = cli.USAGE if type(error) is ValueError else cli._exit_code(error)
-        message = cli._one_line(error)
-        print(f"spice-plan: error: {message}", file=sys.stderr)
-        if args.json:
-            failure = {"type": type(error).__name__, "message": message}
-            print(json.dumps({"error": failure, "exit_code": code}))
-        return code
+    return command.run("spice-plan", lambda: _run(args), json_errors=args.json)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -96,9 +81,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.probe is not None:
         measured = probe.measure(args.file or args.model)
         args.probe.write_text(hardware.to_toml(measured, ("Measured by spice-plan --probe.",)), "utf-8")
-        print(f"spice-plan: wrote {args.probe}", file=sys.stderr)
+        command.say("spice-plan", f"wrote {args.probe}")
         if args.model is None:
-            return cli.OK
+            return command.OK
     shape = sim_models.of_gguf(args.model)
     if args.probe is not None:
         machine = measured
@@ -111,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
     else:
         print(describe(report))
-    return cli.OK
+    return command.OK
 
 
 def plan(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import cli, hardware, sim, sim_models, trace
+from . import command, hardware, sim, sim_models, trace
 from .budget import parse_size
 from .errors import SpiceUnsupportedError
 
@@ -31,22 +30,7 @@ the disk feeds it. docs/simulator.md says what is simulated. Exit codes are thos
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
     args = _parse(argv)
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        return cli.INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left; Python must not flush it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return cli.OTHER
-    except Exception as error:
-        code = cli.USAGE if type(error) is ValueError else cli._exit_code(error)
-        message = cli._one_line(error)
-        print(f"spice-sim: error: {message}", file=sys.stderr)
-        if args.json:
-            print(
-                json.dumps({"error": {"type": type(error).__name__, "message": message}, "exit_code": code})
-            )
-        return code
+    return command.run("spice-sim", lambda: _run(args), json_errors=args.json)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, cli, trace
+from . import __version__, command, trace
 from .loading import ProgressBar
 
 _EPILOG = """\
@@ -28,29 +26,21 @@ docs/trace-format.md; spice_moe.trace.load() reads it. Exit codes are those of s
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
     args = _parse(argv)
-    try:
-        summary = _record(args)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return cli.INTERRUPTED
-    except Exception as error:
-        code = cli.USAGE if type(error) is ValueError else cli._exit_code(error)
-        if args.verbose:
-            traceback.print_exc()
-        message = cli._one_line(error)
-        _say(f"error: {message}")
-        if args.json:
-            failure = {"type": type(error).__name__, "message": message}
-            print(json.dumps({"error": failure, "exit_code": code}))
-        return code
+    return command.run("spice-trace", lambda: _run(args), json_errors=args.json, verbose=args.verbose)
+
+
+def _run(args: argparse.Namespace) -> int:
+    summary = _record(args)
     if args.json:
         print(json.dumps(summary))
     else:
-        _say(
+        command.say(
+            "spice-trace",
             f"{args.output}: {summary['tokens']} tokens, {summary['layers']} layers, "
-            f"top {summary['top_k']} of {summary['n_expert']} experts, {summary['tokens_per_s']:.1f} tokens/s"
+            f"top {summary['top_k']} of {summary['n_expert']} experts, "
+            f"{summary['tokens_per_s']:.1f} tokens/s",
         )
-    return cli.OK
+    return command.OK
 
 
 def _record(args: argparse.Namespace) -> dict[str, Any]:
@@ -81,11 +71,6 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_s": summary["tokens"] / seconds,
     }
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(f"spice-trace: {text}", file=sys.stderr, flush=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
