@@ -1,6 +1,7 @@
 // The device tier in spice_moe._core: what it needs, what it got, what it counted. Declarations, no logic.
 #include "bindings/device_bindings.h"
 
+#include "bindings/arrays.h"
 #include "policy/placement.h"
 #include "runtime/device_tier.h"
 
@@ -10,11 +11,7 @@ namespace py = pybind11;
 using namespace spice;
 
 void bind_device(py::module_ &m) {
-    m.def("placement_names", [] {
-        py::list names;
-        for (const std::string_view name : policy::placement_names()) names.append(std::string(name));
-        return names;
-    });
+    m.def("placement_names", [] { return to_list(policy::placement_names()); });
 }
 
 py::dict device_needs(const Engine &engine) {

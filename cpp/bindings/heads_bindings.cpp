@@ -3,9 +3,9 @@
 #include "runtime/head_setup.h"
 #include "store/fingerprint.h"
 
+#include "bindings/arrays.h"
 #include "bindings/errors.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -17,9 +17,6 @@ namespace py = pybind11;
 using namespace spice;
 
 namespace {
-
-template <class T>
-using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
 /// The heads of a model file, with what is needed to read its routers again for a fit.
 class Heads {

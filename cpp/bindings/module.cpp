@@ -3,6 +3,7 @@
 #include "backend/expert_buffer.h"
 #include "backend/host_buffer.h"
 #include "backend/plugin.h"
+#include "bindings/arrays.h"
 #include "bindings/device_bindings.h"
 #include "bindings/errors.h"
 #include "runtime/engine.h"
@@ -277,9 +278,7 @@ PYBIND11_MODULE(_core, m) {
         .def("take_capture", &take_capture)
         .def(
             "set_future", // of the predictor `replay`: [(layer, ids [tokens, top_k])], as captured
-            [](const Model &model,
-               const std::vector<std::pair<
-                   int32_t, py::array_t<int32_t, py::array::c_style | py::array::forcecast>>> &calls,
+            [](const Model &model, const std::vector<std::pair<int32_t, Array<int32_t>>> &calls,
                const std::vector<float> &recall, uint64_t seed) {
                 if (model.engine().prefetcher() == nullptr) return;
                 std::vector<policy::FutureCall> future;

@@ -1,9 +1,9 @@
 // spice_moe._core.policy: the eviction strategies on recorded routing. Declarations, no logic; wrong
 // arguments raise ValueError.
+#include "bindings/arrays.h"
 #include "policy/eviction.h"
 #include "sim/replay.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,14 +18,6 @@ namespace py = pybind11;
 using namespace spice;
 
 namespace {
-
-template <class T>
-using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
-
-template <class T>
-std::span<const T> view(const Array<T> &array) {
-    return {array.data(), static_cast<size_t>(array.size())};
-}
 
 py::dict to_dict(const sim::ReplayResult &result) {
     const auto column = [&](uint64_t sim::LayerHits::*member) {
@@ -123,11 +115,7 @@ class CheckedEviction {
 void bind_policy(py::module_ &m) {
     py::module_ policy =
         m.def_submodule("policy", "Eviction strategies, and their replay on recorded routing.");
-    policy.def("eviction_names", [] {
-        std::vector<std::string> names;
-        for (const std::string_view name : policy::eviction_names()) names.emplace_back(name);
-        return names;
-    });
+    policy.def("eviction_names", [] { return to_list(policy::eviction_names()); });
     policy.def(
         "replay",
         [](const Array<int32_t> &ids, const Array<int32_t> &lens, int32_t n_slots,

@@ -1,12 +1,12 @@
 // spice_moe._core.policy: prediction and prefetch, for tests and benches. Arguments are checked here, because
 // the contracts of policy/ leave wrong ones undefined.
+#include "bindings/arrays.h"
 #include "policy/benefit_meter.h"
 #include "policy/gating.h"
 #include "policy/lookahead.h"
 #include "policy/predictor.h"
 #include "policy/prefetch_plan.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,14 +22,6 @@ using namespace spice;
 void bind_prediction(py::module_ &policy);
 
 namespace {
-
-template <class T>
-using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
-
-template <class T>
-std::span<const T> view(const Array<T> &array) {
-    return {array.data(), static_cast<size_t>(array.size())};
-}
 
 template <class T>
 std::span<T> out_view(py::array_t<T> &array) {
@@ -274,11 +266,7 @@ void bind_prediction(py::module_ &m) {
             return out;
         },
         py::arg("scores"));
-    policy.def("predictor_names", [] {
-        std::vector<std::string> names;
-        for (const std::string_view name : policy::predictor_names()) names.emplace_back(name);
-        return names;
-    });
+    policy.def("predictor_names", [] { return to_list(policy::predictor_names()); });
     py::class_<CheckedPredictor>(policy, "Predictor", "See cpp/policy/predictor.h.")
         .def(py::init([](const std::string &name, int32_t n_groups, int32_t n_experts, int32_t top_k,
                          int32_t max_horizon) {

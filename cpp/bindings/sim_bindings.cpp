@@ -1,11 +1,11 @@
 // spice_moe._core.sim: the simulator, and the decisions that it makes. Declarations, no logic; wrong
 // arguments raise ValueError.
+#include "bindings/arrays.h"
 #include "policy/placement.h"
 #include "policy/strategy.h"
 #include "sim/belady_strategy.h"
 #include "sim/simulator.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,20 +17,6 @@ namespace py = pybind11;
 using namespace spice;
 
 namespace {
-
-template <class T>
-using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
-
-template <class T>
-std::span<const T> view(const Array<T> &array) {
-    return {array.data(), static_cast<size_t>(array.size())};
-}
-
-py::list to_list(std::span<const std::string_view> names) {
-    py::list out;
-    for (const std::string_view name : names) out.append(py::str(name.data(), name.size()));
-    return out;
-}
 
 py::dict to_dict(const sim::SimResult &r) {
     py::dict out;
