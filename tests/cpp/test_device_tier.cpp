@@ -1,7 +1,7 @@
 // The device tier on the emulated accelerator: the right bytes in every slot of the device under eviction,
 // uploads that are late, two compute threads at once (run under ThreadSanitizer in CI), and budgets.
 #include "check.h"
-#include "emulator/emulator.h"
+#include "emulated_device.h"
 #include "gguf_builder.h"
 
 #include "policy/placement.h"
@@ -23,25 +23,13 @@ using spice::LayerCall;
 
 namespace {
 
-constexpr spice_emulator_settings fast = {.memory_bytes = uint64_t{1} << 30,
-                                          .pinned_bytes = uint64_t{1} << 30,
-                                          .upload_per_second = 0.0,
-                                          .download_per_second = 0.0,
-                                          .copy_latency_seconds = 0.0,
-                                          .pageable_speed = 1.0,
-                                          .compute_slowdown = 1.0,
-                                          .launch_seconds = 0.0,
-                                          .threads = 1};
-
 struct Fixture {
     test::TempDir dir{true};
     std::string bytes = test::good_model().bytes();
     std::shared_ptr<Engine> engine;
 
-    explicit Fixture(const spice_emulator_settings &settings = fast) {
-        static const int registered = spice_emulator_register(1);
-        CHECK_EQ(registered, 0);
-        CHECK_EQ(spice_emulator_configure(0, &settings), 0);
+    explicit Fixture(const spice_emulator_settings &settings = test::no_costs) {
+        test::set_up_device(settings);
         auto opened =
             Engine::open(dir.write("m.gguf", bytes), {.io_threads = 2, .direct_io = false, .ops = nullptr});
         CHECK_EQ(opened.status().message(), "");
@@ -106,7 +94,7 @@ ggml_backend_ptr new_stream() {
 } // namespace
 
 TEST(every_slot_holds_its_expert) {
-    spice_emulator_settings slow = fast;
+    spice_emulator_settings slow = test::no_costs;
     slow.copy_latency_seconds = 2e-4;
     for (const std::string_view placement : spice::policy::placement_names()) {
         const Fixture f(slow);
@@ -135,7 +123,7 @@ TEST(small_pools_on_both_sides) {
 }
 
 TEST(two_threads_share_the_pool) {
-    spice_emulator_settings slow = fast;
+    spice_emulator_settings slow = test::no_costs;
     slow.copy_latency_seconds = 1e-4;
     const Fixture f(slow);
     CHECK_EQ(f.build(0.8, 0.4, "all-fetch").message(), "");
@@ -179,7 +167,7 @@ TEST(budgets) {
         CHECK(f.build(1.0, 1.0, "nonsense").code() == Code::unsupported);
     }
     {
-        spice_emulator_settings full = fast;
+        spice_emulator_settings full = test::no_costs;
         full.memory_bytes = 100;
         const Fixture f(full);
         CHECK(f.build(1.0, 1.0, "").code() == Code::out_of_memory);

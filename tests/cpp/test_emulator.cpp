@@ -1,7 +1,7 @@
 // The emulated accelerator through ggml's public device interface: what a device promises, and what a caller
 // who does not wait gets. Run under ThreadSanitizer it also checks the emulator's own threads.
 #include "check.h"
-#include "emulator/emulator.h"
+#include "emulated_device.h"
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -20,21 +20,9 @@
 
 namespace {
 
-constexpr spice_emulator_settings defaults = {.memory_bytes = uint64_t{1} << 30,
-                                              .pinned_bytes = uint64_t{1} << 30,
-                                              .upload_per_second = 0.0,
-                                              .download_per_second = 0.0,
-                                              .copy_latency_seconds = 0.0,
-                                              .pageable_speed = 1.0,
-                                              .compute_slowdown = 1.0,
-                                              .launch_seconds = 0.0,
-                                              .threads = 1};
-
 /// The device in its default state; the first call of every test.
 ggml_backend_dev_t the_device() {
-    static const int registered = spice_emulator_register(1);
-    CHECK_EQ(registered, 0);
-    CHECK_EQ(spice_emulator_configure(0, &defaults), 0);
+    test::set_up_device();
     return ggml_backend_dev_by_name("EMU0");
 }
 
@@ -131,7 +119,7 @@ TEST(copies_and_graphs_of_a_stream_are_ordered) {
 TEST(the_graph_may_change_once_it_is_queued) {
     (void)the_device();
     Rig rig(4096);
-    spice_emulator_settings slow = defaults;
+    spice_emulator_settings slow = test::no_costs;
     slow.copy_latency_seconds = 0.02;
     CHECK_EQ(spice_emulator_configure(0, &slow), 0);
     rig.set(rig.a, rig.stream.get());
@@ -147,13 +135,13 @@ TEST(who_does_not_wait_gets_nan) {
     (void)the_device();
     Rig rig(1024);
     ggml_backend_tensor_set(rig.x, rig.values.data(), 0, ggml_nbytes(rig.x));
-    spice_emulator_settings slow = defaults;
+    spice_emulator_settings slow = test::no_costs;
     slow.copy_latency_seconds = 0.3;
     CHECK_EQ(spice_emulator_configure(0, &slow), 0);
     rig.set(rig.a, rig.stream.get());
     // The second stream is not ordered with the first.
     CHECK_EQ(ggml_backend_graph_compute(rig.second.get(), rig.graph), GGML_STATUS_SUCCESS);
-    CHECK_EQ(spice_emulator_configure(0, &defaults), 0);
+    CHECK_EQ(spice_emulator_configure(0, &test::no_costs), 0);
     CHECK(all_nan(rig.get(rig.y)));
 
     CHECK_EQ(spice_emulator_configure(0, &slow), 0);
@@ -167,7 +155,7 @@ TEST(who_does_not_wait_gets_nan) {
 TEST(events_order_two_streams) {
     (void)the_device();
     Rig rig(1024);
-    spice_emulator_settings slow = defaults;
+    spice_emulator_settings slow = test::no_costs;
     slow.copy_latency_seconds = 0.01;
     CHECK_EQ(spice_emulator_configure(0, &slow), 0);
     ggml_backend_event_ptr ready(ggml_backend_event_new(rig.device));
@@ -198,7 +186,7 @@ TEST(copies_between_streams_are_ordered_with_both) {
 TEST(a_link_takes_its_time_and_streams_share_it) {
     (void)the_device();
     Rig rig(250'000); // 1 MB
-    spice_emulator_settings slow = defaults;
+    spice_emulator_settings slow = test::no_costs;
     slow.upload_per_second = 100e6;
     CHECK_EQ(spice_emulator_configure(0, &slow), 0);
     CHECK_EQ(spice_emulator_reset_counters(0), 0);
@@ -218,7 +206,7 @@ TEST(a_link_takes_its_time_and_streams_share_it) {
 TEST(host_buffers_are_pinned_up_to_the_limit) {
     (void)the_device();
     Rig rig(1024);
-    spice_emulator_settings tight = defaults;
+    spice_emulator_settings tight = test::no_costs;
     tight.pinned_bytes = 10'000;
     CHECK_EQ(spice_emulator_configure(0, &tight), 0);
     const ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(rig.device);
@@ -239,7 +227,7 @@ TEST(host_buffers_are_pinned_up_to_the_limit) {
 
 TEST(memory_ends_at_the_limit_and_comes_back) {
     const ggml_backend_dev_t device = the_device();
-    spice_emulator_settings small = defaults;
+    spice_emulator_settings small = test::no_costs;
     small.memory_bytes = 1 << 20;
     CHECK_EQ(spice_emulator_configure(0, &small), 0);
     size_t free = 0;
@@ -313,14 +301,14 @@ TEST(many_threads_and_streams) {
 
 TEST(numbers_that_make_no_sense_are_refused) {
     (void)the_device();
-    spice_emulator_settings bad = defaults;
+    spice_emulator_settings bad = test::no_costs;
     bad.compute_slowdown = 0.5;
     CHECK_EQ(spice_emulator_configure(0, &bad), -1);
-    bad = defaults;
+    bad = test::no_costs;
     bad.pageable_speed = 0.0;
     CHECK_EQ(spice_emulator_configure(0, &bad), -1);
-    CHECK_EQ(spice_emulator_configure(1, &defaults), -1);
-    CHECK_EQ(spice_emulator_configure(-1, &defaults), -1);
+    CHECK_EQ(spice_emulator_configure(1, &test::no_costs), -1);
+    CHECK_EQ(spice_emulator_configure(-1, &test::no_costs), -1);
     CHECK_EQ(spice_emulator_register(1), -1); // twice
     CHECK_EQ(spice_emulator_fail(0, 7, 1), -1);
 }

@@ -76,6 +76,32 @@ struct Fixture {
     }
 };
 
+/// A reader of one thread, which is in its first read (one byte, told to `first`) until let_go().
+struct Held {
+    DiskFile file{pattern()};
+    std::mutex gate;
+    std::vector<size_t> order; ///< bytes of each read
+    Fixture f{file.path, {.n_threads = 1, .direct = false, .ops = nullptr}};
+    std::vector<std::byte> to = std::vector<std::byte>(5000);
+
+    explicit Held(Waiter &first) {
+        gate.lock();
+        f.ops->plan = [this](int number, size_t bytes) -> std::optional<ssize_t> {
+            if (number == 0) {
+                const std::lock_guard wait(gate);
+            }
+            order.push_back(bytes);
+            return std::nullopt;
+        };
+        submit(0, 1, first, Priority::prefetch);
+        while (f.ops->reads == 0) usleep(1000);
+    }
+    void submit(size_t at, size_t n, Waiter &waiter, Priority priority) {
+        f.reader->submit({0, 0, std::span(to).subspan(at, n), &waiter}, priority);
+    }
+    void let_go() { gate.unlock(); }
+};
+
 } // namespace
 
 TEST(bytes_arrive_at_every_alignment) {
@@ -152,54 +178,24 @@ TEST(faults) {
 }
 
 TEST(demand_goes_first) {
-    const DiskFile file(pattern());
-    // One thread, held in its first read until everything is queued.
-    std::mutex gate;
-    gate.lock();
-    const Fixture f(file.path, {.n_threads = 1, .direct = false, .ops = nullptr});
-    std::vector<size_t> order;
-    f.ops->plan = [&](int number, size_t bytes) -> std::optional<ssize_t> {
-        if (number == 0) {
-            const std::lock_guard wait(gate);
-        }
-        order.push_back(bytes);
-        return std::nullopt;
-    };
     Waiter waiter;
     waiter.open = 5;
-    std::vector<std::byte> to(5000);
-    f.reader->submit({0, 0, std::span(to).first(1), &waiter}, Priority::prefetch); // holds the thread
-    while (f.ops->reads == 0) usleep(1000);
-    f.reader->submit({0, 0, std::span(to).subspan(100, 20), &waiter}, Priority::prefetch);
-    f.reader->submit({0, 0, std::span(to).subspan(200, 21), &waiter}, Priority::prefetch);
-    f.reader->submit({0, 0, std::span(to).subspan(300, 10), &waiter}, Priority::demand);
-    f.reader->submit({0, 0, std::span(to).subspan(400, 11), &waiter}, Priority::demand);
-    gate.unlock();
+    Held held(waiter);
+    held.submit(100, 20, waiter, Priority::prefetch);
+    held.submit(200, 21, waiter, Priority::prefetch);
+    held.submit(300, 10, waiter, Priority::demand);
+    held.submit(400, 11, waiter, Priority::demand);
+    held.let_go();
     waiter.wait();
-    CHECK(order == (std::vector<size_t>{1, 10, 11, 20, 21}));
+    CHECK(held.order == (std::vector<size_t>{1, 10, 11, 20, 21}));
 }
 
 TEST(waiting_prefetches_can_be_promoted_and_withdrawn) {
-    const DiskFile file(pattern());
-    std::mutex gate;
-    gate.lock();
-    const Fixture f(file.path, {.n_threads = 1, .direct = false, .ops = nullptr});
-    std::vector<size_t> order;
-    f.ops->plan = [&](int number, size_t bytes) -> std::optional<ssize_t> {
-        if (number == 0) {
-            const std::lock_guard wait(gate);
-        }
-        order.push_back(bytes);
-        return std::nullopt;
-    };
     std::vector<Waiter> waiters(4);
     for (Waiter &waiter : waiters) waiter.open = 1;
-    std::vector<std::byte> to(5000);
-    f.reader->submit({0, 0, std::span(to).first(1), &waiters[0]}, Priority::prefetch); // holds the thread
-    while (f.ops->reads == 0) usleep(1000);
-    for (size_t i = 1; i < 4; ++i) {
-        f.reader->submit({0, 0, std::span(to).subspan(100 * i, 10 * i), &waiters[i]}, Priority::prefetch);
-    }
+    Held held(waiters[0]);
+    const Fixture &f = held.f;
+    for (size_t i = 1; i < 4; ++i) held.submit(100 * i, 10 * i, waiters[i], Priority::prefetch);
     CHECK_EQ(f.reader->bytes_waiting(), 61u);
     const auto withdraw = [&](std::vector<const spice::Completion *> which) {
         return f.reader->withdraw(which);
@@ -211,9 +207,9 @@ TEST(waiting_prefetches_can_be_promoted_and_withdrawn) {
     CHECK(!f.reader->promote(waiters[3]));
     CHECK(!withdraw({&waiters[3]})); // a demand read now
     CHECK_EQ(f.reader->bytes_waiting(), 51u);
-    gate.unlock();
+    held.let_go();
     for (const size_t i : {0u, 2u, 3u}) waiters[i].wait();
-    CHECK(order == (std::vector<size_t>{1, 30, 20}));
+    CHECK(held.order == (std::vector<size_t>{1, 30, 20}));
     CHECK_EQ(waiters[1].open, 1); // never told
     CHECK_EQ(f.reader->counters().bytes, 51u);
     CHECK_EQ(f.reader->counters().prefetched, 21u);
