@@ -1,6 +1,7 @@
 #include "runtime/layer_call.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 namespace spice {
@@ -183,14 +184,23 @@ void LayerCall::wave_done(std::span<const size_t> wave) {
 Status LayerCall::failure() {
     if (engine_ == nullptr) return {};
     const size_t n_parts = group_->parts.size();
+    std::optional<int32_t> absent;
     for (size_t i = 0; i < experts_.size(); ++i) {
+        if (!pinned_[i]) absent = experts_[i];
         for (size_t part = 0; part < n_parts && pinned_[i]; ++part) {
-            if (slab(i).parts[part].state() != PartState::failed) continue;
+            const PartState state = slab(i).parts[part].state();
+            if (state == PartState::absent) absent = experts_[i];
+            if (state != PartState::failed) continue;
             Status error = engine_->arrivals_.take_error();
             return !error.ok() ? error
                                : Status(Code::io, "layer " + std::to_string(group_->layer) +
                                                       ": an expert could not be read; try again");
         }
+    }
+    if (absent && !streaming_) {
+        return {Code::internal, "layer " + std::to_string(group_->layer) + ": expert " +
+                                    std::to_string(*absent) +
+                                    " was needed and not asked for; try again, and report this"};
     }
     return {};
 }

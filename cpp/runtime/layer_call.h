@@ -45,10 +45,12 @@ class LayerCall {
     [[nodiscard]] Result<std::vector<size_t>> next_wave(size_t part);
     /// The wave was computed: a streaming call may give its slots to others.
     void wave_done(std::span<const size_t> wave);
-    /// The first read error of this call, or ok.
+    /// The first read error of this call, or ok. Internal, when an expert of a call that is not streaming was
+    /// never asked for: its rows were skipped, and nobody may take the result for one.
     [[nodiscard]] Status failure();
 
   private:
+    friend struct LayerCallTest; ///< of tests/cpp/test_engine.cpp: makes a part absent
     [[nodiscard]] Slab &slab(size_t index) const {
         return group_->slabs[static_cast<size_t>(experts_[index])];
     }

@@ -16,6 +16,12 @@ using spice::Engine;
 using spice::LayerCall;
 using spice::Status;
 
+struct spice::LayerCallTest {
+    static void lose(const LayerCall &call, size_t index, size_t part) {
+        call.slab(index).parts[part].set(PartState::absent);
+    }
+};
+
 namespace {
 
 struct Fixture {
@@ -149,6 +155,26 @@ TEST(more_experts_than_slots) {
               20 * 4 * 3 * uint64_t{test::k_width * test::k_hidden / 32 * 34});
         CHECK_EQ(f.engine->counters().resident_experts, 2u);
     }
+}
+
+TEST(an_expert_that_is_not_there_is_an_error) {
+    const Fixture f(8);
+    const std::vector<int32_t> ids = {0, 1};
+    for (const bool lost : {true, false}) { // and the next call works
+        LayerCall call;
+        CHECK(call.begin(*f.engine, 0, ids).ok());
+        CHECK(compute_direct(f, call, 0));
+        CHECK(call.failure().ok());
+        if (lost) spice::LayerCallTest::lose(call, 1, 2); // as a bug would leave it
+        CHECK_EQ(call.wait(1, 2), !lost);
+        CHECK(call.wait(0, 2));
+        CHECK(call.failure().code() == (lost ? Code::internal : Code::ok));
+    }
+    const Fixture few(2); // streaming: what is not asked for yet is no error
+    LayerCall call;
+    CHECK(call.begin(*few.engine, 0, std::vector<int32_t>{0, 1, 2}).ok());
+    CHECK(call.streaming());
+    CHECK(call.failure().ok());
 }
 
 TEST(waves_without_streaming_hand_out_each_once) {
