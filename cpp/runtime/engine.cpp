@@ -62,8 +62,10 @@ Result<std::shared_ptr<Engine>> Engine::open(const std::filesystem::path &path,
 
     std::vector<std::filesystem::path> files;
     for (const GgufFile &file : engine->model_.files()) files.push_back(file.path);
-    auto reader = SlabReader::open(
-        std::move(files), {.n_threads = options.io_threads, .direct = options.direct_io, .ops = options.ops});
+    auto reader = SlabReader::open(std::move(files), {.n_threads = options.io_threads,
+                                                      .direct = options.direct_io,
+                                                      .ops = options.ops,
+                                                      .watcher = &engine->read_timeline_});
     if (!reader.ok()) return reader.status();
     engine->reader_ = reader.take();
     engine->build_groups();

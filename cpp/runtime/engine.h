@@ -15,6 +15,7 @@
 #include "runtime/capture.h"
 #include "runtime/prefetcher.h"
 #include "runtime/preloader.h"
+#include "runtime/read_timeline.h"
 #include "runtime/slab.h"
 #include "runtime/stall_clock.h"
 #include "runtime/timeline.h"
@@ -254,6 +255,7 @@ class Engine {
     Arrivals arrivals_;
     StallClock stalls_;
     Timeline timeline_;
+    ReadTimeline read_timeline_{timeline_};
     Capture capture_;
 
     mutable std::mutex mutex_; ///< guards slabs' slots and pins, pools, strategies, counters

@@ -1,5 +1,6 @@
 #include "runtime/timeline.h"
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 
@@ -21,13 +22,14 @@ void Timeline::start() {
     on_ = true;
 }
 
-void Timeline::add(Track track, std::string name, double begin, double end) {
+void Timeline::add(Track track, std::string name, double begin, double end, int32_t lane) {
     const std::lock_guard lock(mutex_);
     if (spans_.size() >= max_spans) {
         ++dropped_;
         return;
     }
-    spans_.push_back({track, std::move(name), begin, end});
+    if (track == Track::read) n_lanes_ = std::max(n_lanes_, lane + 1);
+    spans_.push_back({track, lane, std::move(name), begin, end});
 }
 
 Status Timeline::write(const std::filesystem::path &path) const {
@@ -35,16 +37,20 @@ Status Timeline::write(const std::filesystem::path &path) const {
     const std::lock_guard lock(mutex_);
     out << "{\"displayTimeUnit\": \"ms\", \"otherData\": {\"dropped\": \"" << dropped_
         << "\"}, \"traceEvents\": [\n";
-    for (size_t t = 0; t < track_names.size(); ++t) {
+    const auto name_track = [&](size_t t, const std::string &name) {
         out << "{\"ph\": \"M\", \"pid\": 1, \"tid\": " << t
-            << ", \"name\": \"thread_name\", \"args\": {\"name\": \"" << track_names[t] << "\"}},\n";
+            << ", \"name\": \"thread_name\", \"args\": {\"name\": \"" << name << "\"}},\n";
+    };
+    for (size_t t = 0; t < track_names.size(); ++t) name_track(t, track_names[t]);
+    for (int32_t lane = 0; lane < n_lanes_; ++lane) {
+        name_track(track_names.size() + static_cast<size_t>(lane), "disk reads " + std::to_string(lane + 1));
     }
     out.precision(3);
     out << std::fixed;
     for (const Span &span : spans_) {
         // Microseconds; names are our own words and numbers, nothing to escape.
-        out << "{\"ph\": \"X\", \"pid\": 1, \"tid\": " << static_cast<int>(span.track) << ", \"name\": \""
-            << span.name << "\", \"ts\": " << (span.begin - origin_) * 1e6
+        out << "{\"ph\": \"X\", \"pid\": 1, \"tid\": " << static_cast<int>(span.track) + span.lane
+            << ", \"name\": \"" << span.name << "\", \"ts\": " << (span.begin - origin_) * 1e6
             << ", \"dur\": " << (span.end - span.begin) * 1e6 << "},\n";
     }
     out << "{\"ph\": \"M\", \"pid\": 1, \"name\": \"process_name\", \"args\": {\"name\": \"SPICE\"}}\n]}\n";

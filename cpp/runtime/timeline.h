@@ -1,7 +1,7 @@
 // What happened when, as spans on a few tracks: written in Chrome's trace format, which Perfetto opens.
 //
-// Off until start(); then every layer call, upload and wait is kept, up to a million spans (what comes later
-// is counted as dropped). Thread: any; short sections under a lock of its own. Errors: write() says io.
+// Off until start(); then every layer call, read, upload and wait is kept, up to a million spans (what comes
+// later is counted as dropped). Thread: any; short sections under a lock of its own. Errors: write() says io.
 #pragma once
 
 #include "store/status.h"
@@ -18,7 +18,7 @@ namespace spice {
 
 class Timeline {
   public:
-    enum class Track : uint8_t { layer, host, device, upload };
+    enum class Track : uint8_t { layer, host, device, upload, read };
 
     [[nodiscard]] static double now() {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -26,13 +26,15 @@ class Timeline {
     void start();
     [[nodiscard]] bool on() const { return on_.load(std::memory_order_relaxed); }
     /// A span from `begin` to `end` (seconds of now()). Call it only while on().
-    void add(Track track, std::string name, double begin, double end);
+    /// `lane`: for things of one kind that overlap: the I/O thread of a read.
+    void add(Track track, std::string name, double begin, double end, int32_t lane = 0);
     /// Writes what was kept and keeps going. Errors: io, with the file's name.
     [[nodiscard]] Status write(const std::filesystem::path &path) const;
 
   private:
     struct Span {
         Track track = Track::layer;
+        int32_t lane = 0;
         std::string name;
         double begin = 0.0;
         double end = 0.0;
@@ -42,6 +44,7 @@ class Timeline {
     double origin_ = 0.0;
     std::vector<Span> spans_;
     uint64_t dropped_ = 0;
+    int32_t n_lanes_ = 0; ///< of reads
 };
 
 } // namespace spice

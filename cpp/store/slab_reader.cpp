@@ -58,7 +58,7 @@ Result<std::unique_ptr<SlabReader>> SlabReader::open(std::vector<std::filesystem
     reader->tuner_ = DepthTuner(depths);
     try {
         for (int32_t i = 0; i < *std::ranges::max_element(depths); ++i) {
-            reader->threads_.emplace_back([r = reader.get()] { r->work(); });
+            reader->threads_.emplace_back([r = reader.get(), i] { r->work(i); });
         }
     } catch (const std::system_error &error) {
         return Status(Code::out_of_memory,
@@ -136,7 +136,7 @@ std::deque<ReadRequest> *SlabReader::next_queue() {
     return !prefetch_.empty() && prefetches_ < options_.prefetch_in_flight ? &prefetch_ : nullptr;
 }
 
-void SlabReader::work() {
+void SlabReader::work(int32_t thread) {
     Bounce bounce;
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -152,7 +152,12 @@ void SlabReader::work() {
             measured_until_ = busy_since_;
         }
         lock.unlock();
+        ReadWatcher *watcher = options_.watcher;
+        const double begun = watcher != nullptr && watcher->watching() ? now() : 0.0;
         const Status status = serve(request, bounce);
+        if (begun > 0.0) {
+            watcher->watched(prefetch ? Priority::prefetch : Priority::demand, thread, begun, now());
+        }
         lock.lock();
         account(request, prefetch, status);
         lock.unlock();

@@ -50,6 +50,17 @@ struct ReadRequest {
     Completion *completion = nullptr; ///< told once per request
 };
 
+/// Told of reads that ended, for a timeline. Called on I/O threads, must not block.
+class ReadWatcher {
+  public:
+    [[nodiscard]] virtual bool watching() const noexcept = 0;
+    /// From `begin` to `end`, seconds of the steady clock, by the I/O thread of that number.
+    virtual void watched(Priority priority, int32_t thread, double begin, double end) noexcept = 0;
+
+  protected:
+    ~ReadWatcher() = default;
+};
+
 struct ReaderCounters {
     uint64_t bytes = 0;        ///< asked for and delivered
     uint64_t prefetched = 0;   ///< of these, read as prefetches
@@ -65,6 +76,7 @@ class SlabReader {
         bool direct = true;                ///< try O_DIRECT
         size_t max_read = size_t{4} << 20; ///< bytes per system call
         std::shared_ptr<FileOps> ops;      ///< null: the real ones
+        ReadWatcher *watcher = nullptr;    ///< lives longer than the reader
     };
     /// Opens the files (in the order of their indices) and starts the threads. Errors: not_found, io,
     /// out_of_memory.
@@ -95,7 +107,7 @@ class SlabReader {
     struct Bounce; ///< an aligned buffer of one thread
 
     SlabReader() = default;
-    void work();
+    void work(int32_t thread);
     [[nodiscard]] std::deque<ReadRequest> *next_queue();
     void account(const ReadRequest &request, bool prefetch, const Status &status);
     [[nodiscard]] Status serve(const ReadRequest &request, Bounce &bounce);
