@@ -4,7 +4,9 @@ Decodes real text token by token (routing decides what such a benchmark says), i
 alternate between: nothing read ahead, SPICE's default, the default that cannot turn itself off, and an oracle
 that is told the routing of the same text. `--bandwidth` throttles the disk with a blkio cgroup of version 1
 (needs root), which direct reads obey. For each setting it prints tokens per second, how long compute threads
-waited, and which share of the waiting that the oracle avoids is avoided by SPICE. Fitted heads are used where
+waited, and which share of the waiting that the oracle avoids is avoided by SPICE. The link's
+bound is the bytes that `none` reads, at the bandwidth of the same run. With `--prompt N` also prompts of N
+tokens, from which nothing is predicted, and which must not become slower either. Fitted heads are used where
 `--sidecar` names them.
 """
 
@@ -79,7 +81,13 @@ def describe(mode: str, n_tokens: int, reports: Sequence[dict[str, Any]]) -> str
         f"{per_token['bytes_read']:5.1f} MB/token ({per_token['prefetch_bytes']:5.1f} ahead, "
         f"{per_token['wasted_bytes']:4.1f} wasted), next-layer recall {recall:.3f}, "
         f"predicting {100 * c['predict_seconds'] / reports[-1]['seconds']:.1f} %"
+        + (f"; prompts {median_prompt(reports):.2f} s" if reports[-1]["prompts"] else "")
     )
+
+
+def median_prompt(reports: Sequence[dict[str, Any]]) -> float:
+    """Seconds of the median prompt of all rounds."""
+    return statistics.median(seconds for report in reports for seconds in report["prompts"])
 
 
 def conclude(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -90,6 +98,20 @@ def conclude(results: dict[str, list[dict[str, Any]]]) -> str:
     }
     parts = [f"{mode} / none {seconds['none'] / seconds[mode]:.3f}" for mode in results if mode != "none"]
     text = "  speed: " + ", ".join(parts)
+    if results["none"][-1]["prompts"]:
+        none = median_prompt(results["none"])
+        text += "; prompts: " + ", ".join(
+            f"{mode} / none {none / median_prompt(rs):.3f}" for mode, rs in results.items() if mode != "none"
+        )
+    needed = statistics.median(r["counters"]["bytes_read"] for r in results["none"])
+    shares = {
+        mode: statistics.median(
+            needed * r["counters"]["read_seconds"] / max(r["counters"]["bytes_read"], 1) / r["seconds"]
+            for r in rs
+        )
+        for mode, rs in results.items()
+    }
+    text += "; of the link's bound: " + ", ".join(f"{mode} {share:.2f}" for mode, share in shares.items())
     hideable = stalls["none"] - stalls.get("oracle", stalls["none"])
     if hideable > 0:
         for mode in ("default", "always"):
@@ -119,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--warm", type=int, default=32, metavar="N", help="decoded tokens before the counted ones"
     )
     parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
+    parser.add_argument("--prompt", type=int, default=0, metavar="N", help="also prompts of N tokens")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true")
@@ -127,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     everything = []
     with tempfile.TemporaryDirectory() as folder:
         common = dict(model=str(args.model), text=str(args.text), warm=args.warm, decode=args.decode,
-                      threads=args.threads, predictor=args.predictor,
+                      prompt=args.prompt, threads=args.threads, predictor=args.predictor,
                       sidecar=str(args.sidecar) if args.sidecar else None,
                       routing=str(Path(folder) / "routing.npz"))  # fmt: skip
         if not args.json:

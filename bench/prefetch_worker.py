@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
 from decoding import PROMPT, decode, read_text
 from spice_moe import Llama
 
+PROMPTS = 4  #: with --prompt; the first finds the pool as decoding left it and is not counted
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"prefetch": False},
     "record": {"prefetch": False},
@@ -38,12 +40,13 @@ def main() -> int:
     if mode in ("default", "always"):
         options |= {"predictor": job["predictor"], "sidecar": job["sidecar"]}
     llm = Llama(
-        job["model"], ram_budget=job["budget"], preload=False, n_ctx=PROMPT + job["warm"] + job["decode"],
+        job["model"], ram_budget=job["budget"], preload=False,
+        n_ctx=max(PROMPT + job["warm"] + job["decode"], job["prompt"]),
         n_threads=job["threads"], n_threads_batch=job["threads"], verbose=False, seed=1, **options,
     )  # fmt: skip
     core = llm.spice._core
     assert core is not None
-    text = read_text(llm, job["text"], PROMPT + job["warm"] + job["decode"])
+    text = read_text(llm, job["text"], max(PROMPT + job["warm"] + job["decode"], PROMPTS * job["prompt"]))
     if mode == "record":
         core.start_capture()
     if mode == "oracle":
@@ -59,8 +62,15 @@ def main() -> int:
             rows=np.array([len(ids) for _, ids in calls]),
             ids=np.concatenate([ids for _, ids in calls]),
         )
+    prompts: list[float] = []
+    for n in range(PROMPTS if job["prompt"] and mode != "record" else 0):
+        llm.reset()
+        started = time.perf_counter()
+        llm.eval(text[n * job["prompt"] : (n + 1) * job["prompt"]])
+        prompts.append(time.perf_counter() - started)
     llm.close()
-    print(json.dumps({"seconds": seconds, "counters": counters, "plan": plan, "best": best}))
+    report = {"seconds": seconds, "counters": counters, "plan": plan, "best": best, "prompts": prompts[1:]}
+    print(json.dumps(report))
     return 0
 
 
