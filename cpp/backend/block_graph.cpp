@@ -56,6 +56,11 @@ ggml_tensor *slot_weights(ggml_context *context, const ggml_tensor *original, co
     return source;
 }
 
+/// Whether our own dot products compute the call.
+bool is_direct(const RoutedCall &call) {
+    return !call.layer.streaming() && call.most_rows < compute::batched_rows();
+}
+
 } // namespace
 
 void RowCopies::run(ggml_tensor *, int thread, int n_threads, void *job) {
@@ -225,9 +230,15 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
         weights.engine->device()->forget();
         return fail(std::move(status));
     }
-    weights.engine->routed(weights.group, router_input(node), routed);
+    const RouterInput input = router_input(node);
+    weights.engine->routed(weights.group, input, routed);
     if (!call.layer.streaming() && !call.layer.all_ready(weights.part)) add_early();
     call.sort_rows(routed, ids->ne[0], weights.info->n_expert);
+    if (is_direct(call) && !call.rows.empty()) {
+        call.forecast = {.engine = weights.engine, .input = input, .ids = std::move(routed)};
+    } else {
+        weights.engine->predict(weights.group, input, routed);
+    }
     *out = &call;
     return GGML_STATUS_SUCCESS;
 }
@@ -317,7 +328,7 @@ ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weight
 
 ggml_status BlockGraph::multiply_on_host(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call) {
     if (call.rows.empty()) return GGML_STATUS_SUCCESS; // all of them on the device, or no rows at all
-    if (!call.layer.streaming() && call.most_rows < compute::batched_rows()) {
+    if (is_direct(call)) {
         count_.rows_direct += call.rows.size();
         add_direct(node, weights, call);
         return GGML_STATUS_SUCCESS;
@@ -384,6 +395,17 @@ void BlockGraph::add_direct(ggml_tensor *node, const ExpertTensor &weights, Rout
     if (!call.layer.all_ready(weights.part)) {
         job.arrived = arrived[weights.part];
         job.context = &call.layer;
+    }
+    if (call.forecast && call.first_product == nullptr) {
+        call.first_product = &job;
+        const auto run = [](ggml_tensor *, int thread, int n_threads, void *data) {
+            auto &first = *static_cast<RoutedCall *>(data);
+            if (thread == n_threads - 1)
+                first.predict(); // the others take its share of the product meanwhile
+            compute::run_matmul(*first.first_product);
+        };
+        ggml_graph_add_node(pending_, custom_node(context_.get(), run, &call));
+        return;
     }
     const auto run = [](ggml_tensor *, int, int, void *data) {
         compute::run_matmul(*static_cast<compute::MatmulJob *>(data));

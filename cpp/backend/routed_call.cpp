@@ -3,8 +3,16 @@
 #include "backend/device_block.h"
 
 #include <algorithm>
+#include <new>
 
 namespace spice {
+
+void RoutedCall::predict() noexcept {
+    try {
+        forecast->engine->predict(group, forecast->input, forecast->ids);
+    } catch (const std::bad_alloc &) { // nothing is read ahead; the layers read what they need
+    }
+}
 
 void RoutedCall::merge() {
     const double begun = Timeline::now();

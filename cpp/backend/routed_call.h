@@ -10,6 +10,7 @@
 #include "ggml.h"
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -36,11 +37,23 @@ struct RoutedCall {
     ggml_type packed_type = GGML_TYPE_COUNT;
     const compute::PackJob *packed = nullptr;
 
+    /// The routing that predictions are still to be made from; done while other threads multiply.
+    struct Forecast {
+        Engine *engine = nullptr;
+        RouterInput input;
+        std::vector<int32_t> ids; ///< [tokens][n_routed]
+    };
+    std::optional<Forecast> forecast;
+    compute::MatmulJob *first_product = nullptr; ///< the node that does it
+
     // With a device tier and a block that the device can compute:
     DeviceCall device;                     ///< its experts are not in `layer`
     const ggml_tensor *merge_at = nullptr; ///< the down product, where the device's results join
     std::vector<DeviceLaunch *> launches;  ///< under way
     double launched = 0.0;                 ///< when
+
+    /// Makes the predictions. On one thread, any of the graph's; without memory there are none.
+    void predict() noexcept;
 
     /// Waits for the device and puts its rows into the down product. On one thread.
     void merge();

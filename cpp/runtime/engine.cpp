@@ -404,6 +404,9 @@ Status Engine::read_back(const ExpertTensor &tensor, uint64_t offset, std::span<
 void Engine::routed(int32_t group_id, const RouterInput &input, std::span<const int32_t> ids) {
     const Group &group = groups_[static_cast<size_t>(group_id)];
     if (group.bank == Bank::routed) capture_.add(group.layer, input, ids);
+}
+
+void Engine::predict(int32_t group_id, const RouterInput &input, std::span<const int32_t> ids) {
     if (prefetcher_ != nullptr) prefetcher_->on_call(group_id, input, ids);
 }
 

@@ -159,6 +159,8 @@ class Engine {
     /// Tells of a layer call, after its begin(): the experts of each row, [n_tokens][top_k], and from which
     /// hidden states the router chose them.
     void routed(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
+    /// Reads ahead for the layers after that call. On any one thread, before the call ends.
+    void predict(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
 
     [[nodiscard]] int32_t group_of(int32_t layer) const; ///< its routed bank; -1: no MoE layer
     /// The prefetcher, or nullptr when there is none.

@@ -47,7 +47,7 @@ struct Fixture {
     bool call(int layer, const std::vector<int32_t> &ids) const {
         LayerCall call;
         if (!call.begin(*engine, layer, ids).ok()) return false;
-        engine->routed(layer, RouterInput{.n_tokens = 1}, ids);
+        engine->predict(layer, RouterInput{.n_tokens = 1}, ids);
         if (call.streaming()) return true; // slots go from expert to expert: the engine's tests compute those
         bool good = true;
         for (size_t part = 0; part < 3; ++part) {
@@ -177,7 +177,7 @@ TEST(a_failed_prefetch_costs_nothing) {
                 CHECK(layer.wait(i, part) && f.right(layer, i, part, call.layer));
         }
         broken = true; // every read that is made ahead fails
-        f.engine->routed(call.layer, RouterInput{.n_tokens = 1}, call.ids);
+        f.engine->predict(call.layer, RouterInput{.n_tokens = 1}, call.ids);
         f.let_it_read();
         broken = false;
         CHECK(layer.failure().ok());
@@ -204,7 +204,7 @@ TEST(a_layer_without_a_router_is_looked_past) {
             const std::vector<int32_t> ids = {0, 1};
             LayerCall call;
             CHECK(call.begin(*engine, layer, ids).ok());
-            engine->routed(layer,
+            engine->predict(layer,
                            {.data = reinterpret_cast<const std::byte *>(hidden.data()),
                             .stride = static_cast<int64_t>(sizeof(float)) * test::k_width,
                             .n_embd = test::k_width,
