@@ -122,11 +122,11 @@ void Prefetcher::on_call(int32_t group, const RouterInput &input, std::span<cons
     predictor_->begin_call(group, ids, static_cast<int32_t>(rows));
     const bool look =
         rows <= policy::Predictor::max_rows && (always_ || meter_.on()) && engine_.some_missing();
-    if (look || !queued_.empty()) act(group, look ? predict(group, input, ids) : 0);
+    const double reading = look || !queued_.empty() ? act(group, look ? predict(group, input, ids) : 0) : 0.0;
     counters_.calls += look ? 1 : 0;
     const std::span<const int32_t> last_row = ids.last(static_cast<size_t>(k));
     last_[static_cast<size_t>(group)].assign(last_row.begin(), last_row.end());
-    const double seconds = now_seconds() - started;
+    const double seconds = now_seconds() - started - reading;
     counters_.seconds += seconds;
     pass_predicting_ += look ? seconds : 0.0; // learning goes on where nothing is predicted
 }
@@ -245,7 +245,9 @@ void Prefetcher::take_back() {
     engine_.counters_.prefetch_dropped += taken_back_.size();
 }
 
-void Prefetcher::act(int32_t group, int32_t depth) {
+/// Queues what is worth it. Returns the seconds that queueing took: an I/O thread that wakes runs here first
+/// where cores are few, and starting a read costs the same on demand.
+double Prefetcher::act(int32_t group, int32_t depth) {
     const double layer_seconds = clock_.layer_seconds();
     const std::lock_guard lock(engine_.mutex_);
     take_back();
@@ -264,7 +266,9 @@ void Prefetcher::act(int32_t group, int32_t depth) {
                                     .n_queued = static_cast<int32_t>(queued_.size())};
     const auto bytes = [&](int32_t to) { return static_cast<double>(engine_.slab_bytes(to)); };
     const auto value = [&](int32_t n) { return n < engine_.n_free_slots() ? 0.0F : victim_chance; };
-    for (const policy::PrefetchLoad &load : planner_->plan(link, bytes, value)) {
+    const std::span<const policy::PrefetchLoad> loads = planner_->plan(link, bytes, value);
+    const double begun = now_seconds();
+    for (const policy::PrefetchLoad &load : loads) {
         Engine::Group &owner = engine_.groups_[static_cast<size_t>(load.id.group)];
         const Engine::SizeClass &cls = engine_.classes_[static_cast<size_t>(owner.size_class)];
         if (static_cast<int32_t>(queued_.size()) >= std::max(1, cls.pool.n_slots() / 4)) break;
@@ -285,6 +289,7 @@ void Prefetcher::act(int32_t group, int32_t depth) {
             }
         }
     }
+    return now_seconds() - begun;
 }
 
 Status Prefetcher::set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall,

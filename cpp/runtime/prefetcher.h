@@ -42,7 +42,7 @@ struct PrefetchCounters {
     uint64_t horizons = 0; ///< layers that were predicted, of all calls
     uint64_t expected = 0; ///< experts of the top-k predicted for the next layer
     uint64_t correct = 0;  ///< of these, routed to
-    double seconds = 0.0;  ///< compute-thread time of predicting and planning
+    double seconds = 0.0;  ///< of one thread: predicting and planning, without the reads themselves
     bool on = false;       ///< now
     double saving = 0.0;   ///< measured share of the waiting; below zero: it costs
     uint64_t switches = 0; ///< turned on or off
@@ -87,7 +87,7 @@ class Prefetcher {
     [[nodiscard]] int32_t predict(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
     [[nodiscard]] std::span<const float> scores(int32_t group, int32_t horizon, const RouterInput &input,
                                                 std::span<const int32_t> ids);
-    void act(int32_t group, int32_t depth);
+    [[nodiscard]] double act(int32_t group, int32_t depth);
     void take_back();
     [[nodiscard]] int32_t target(int32_t group, int32_t horizon) const {
         return (group + horizon) % n_groups_;
