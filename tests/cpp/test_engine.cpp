@@ -16,11 +16,13 @@ using spice::Engine;
 using spice::LayerCall;
 using spice::Status;
 
-struct spice::LayerCallTest {
+namespace spice {
+struct LayerCallTest {
     static void lose(const LayerCall &call, size_t index, size_t part) {
         call.slab(index).parts[part].set(PartState::absent);
     }
 };
+} // namespace spice
 
 namespace {
 
