@@ -18,28 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from spice_moe import _core, capture, fit, fit_recall, fit_stats
-
-HORIZONS = 6
-
-
-def wanted_heads(name: str, heads: Any) -> str:
-    """The kind of head whose scores the predictor of that name is given; '' for none."""
-    source = _core.policy.Predictor(name, n_groups=2, n_experts=4, top_k=2).scores
-    fitted = next((kind for kind in ("draft", "adapter") if _has_any(heads, kind)), "")
-    if name in fit_recall.KINDS:
-        return name if _has_any(heads, name) else ""
-    return {"frozen": "training-free", "fitted": fitted, "best": fitted or "training-free"}.get(source, "")
+from spice_moe.predictions import HORIZONS, Forecaster, has_fitted
 
 
-def _has_any(heads: Any, kind: str) -> bool:
-    return any(
-        heads.fitted(kind, group, horizon)
-        for group in range(len(heads.layers))
-        for horizon in range(1, HORIZONS + 1)
-    )
+def askable(name: str, heads: Any) -> bool:
+    """Whether the predictor has the heads that it needs."""
+    return name not in fit_recall.KINDS or has_fitted(heads, name)
 
 
 class Bench:
@@ -53,17 +38,7 @@ class Bench:
         self.recall = fit_recall.Recall()
         self.seconds: dict[str, float] = {}
         self.asked: dict[str, int] = {}
-        self.predictors = {
-            name: _core.policy.Predictor(
-                name,
-                n_groups=len(heads.layers),
-                n_experts=max(heads.n_expert),
-                top_k=self.chooser.top_k,
-                max_horizon=HORIZONS,
-            )
-            for name in names
-        }
-        self.kinds = {name: wanted_heads(name, heads) for name in self.predictors}
+        self.predictors = {name: Forecaster(heads, name) for name in names if askable(name, heads)}
 
     def add(self, chunk: capture.Chunk) -> None:
         """Judge one sequence."""
@@ -73,52 +48,21 @@ class Bench:
                     fit_recall.count(
                         self.recall, self.heads, self.routers, self.chooser, chunk, group, horizon
                     )
-        ids = [chunk.ids.get(layer) for layer in self.heads.layers]
-        if any(i is None for i in ids):
-            return  # a layer with two banks, or one that llama.cpp leaves out
-        for name, predictor in self.predictors.items():
-            self._replay(name, predictor, chunk, np.stack([i for i in ids if i is not None]))
-
-    def _scores(self, kind: str, chunk: capture.Chunk, group: int, horizon: int) -> Any:
-        """Ranking scores [tokens, experts] of group + horizon, or None."""
-        target = group + horizon
-        if not kind or group not in self.routers or target not in self.routers:
-            return None
-        layer = self.heads.layers[group]
-        if layer not in chunk.hidden:
-            return None
-        ids = chunk.ids[self.heads.layers[target]]
-        previous = np.concatenate([np.full_like(ids[:1], -1), ids[:-1]])
-        raw = self.heads.scores(kind, group, horizon, chunk.hidden[layer], chunk.ids[layer], previous)
-        return None if raw is None else self.chooser.ranking(raw, self.routers[target])
-
-    def _replay(self, name: str, predictor: Any, chunk: capture.Chunk, ids: NDArray[np.int32]) -> None:
-        """One token after the other: the calls of a decode."""
-        n_groups, tokens, k = ids.shape
-        kind = self.kinds[name]
-        scores = {
-            (g, h): self._scores(kind, chunk, g, h)
-            for g in range(n_groups)
-            for h in range(1, min(HORIZONS, n_groups - 1 - g) + 1)
-        }
-        found = {pair: np.full((tokens, k), -1, np.int32) for pair in scores}
-        started = time.perf_counter()
-        for token in range(tokens):
-            for group in range(n_groups):
-                predictor.begin_call(group, ids[group, token : token + 1])
-                for horizon in range(1, min(HORIZONS, n_groups - 1 - group) + 1):
-                    given = scores[group, horizon]
-                    row = () if given is None else given[token : token + 1]
-                    chances = predictor.predict(group, horizon, np.asarray(row, np.float32))
-                    if chances is not None:
-                        found[group, horizon][token] = np.argpartition(-chances, k - 1)[:k]
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        self.asked[name] = self.asked.get(name, 0) + tokens * n_groups
-        for (group, horizon), predicted in found.items():
-            late = slice(min(self.skip, tokens), None)
-            layer = self.heads.layers[group + horizon]
-            label = f"{name} ({kind} scores)" if kind else f"{name} (ids only)"
-            self.recall.add(label, horizon, layer, predicted[late], ids[group + horizon, late])
+        k, layers = self.chooser.top_k, self.heads.layers
+        for name, forecaster in self.predictors.items():
+            started = time.perf_counter()
+            said = forecaster.play(chunk, k, wrap=False)
+            if said is None:
+                return  # a layer with two banks, or one that llama.cpp leaves out
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.asked[name] = self.asked.get(name, 0) + chunk.tokens * len(layers)
+            late = slice(min(self.skip, chunk.tokens), None)
+            label = f"{name} ({forecaster.kind} scores)" if forecaster.kind else f"{name} (ids only)"
+            for group in range(len(layers)):
+                for horizon in range(1, min(HORIZONS, len(layers) - 1 - group) + 1):
+                    target = layers[group + horizon]
+                    predicted = said.ids[group, late, horizon - 1]
+                    self.recall.add(label, horizon, target, predicted, chunk.ids[target][late])
 
     def result(self) -> dict[str, Any]:
         """Recall by predictor: per horizon, and per layer of the target and horizon."""

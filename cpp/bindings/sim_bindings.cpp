@@ -48,12 +48,23 @@ py::dict to_dict(const sim::SimResult &r) {
 
 py::dict simulate(const Array<int32_t> &ids, const Array<int32_t> &lens, int32_t n_experts,
                   const sim::Machine &machine, const sim::Model &model, const sim::SimOptions &options,
-                  const std::optional<Array<float>> &weights) {
+                  const std::optional<Array<float>> &weights,
+                  const std::optional<Array<int32_t>> &predictions,
+                  const std::optional<Array<float>> &chances) {
     if (ids.ndim() != 3) throw py::value_error("ids must have the shape [layers, tokens, top_k]");
     sim::Routing routing;
     routing.ids = view(ids);
     routing.lens = view(lens);
     if (weights) routing.weights = view(*weights);
+    if (predictions && chances) {
+        if (predictions->ndim() != 4) {
+            throw py::value_error("predictions must have the shape [layers, tokens, horizons, experts]");
+        }
+        routing.predicted = view(*predictions);
+        routing.chances = view(*chances);
+        routing.n_horizons = static_cast<int32_t>(predictions->shape(2));
+        routing.n_named = static_cast<int32_t>(predictions->shape(3));
+    }
     routing.n_layers = static_cast<int32_t>(ids.shape(0));
     routing.n_tokens = static_cast<int32_t>(ids.shape(1));
     routing.top_k = static_cast<int32_t>(ids.shape(2));
@@ -176,5 +187,6 @@ void bind_sim(py::module_ &m) {
         .def_readwrite("seed", &sim::SimOptions::seed);
     sim.def("simulate", &simulate, py::arg("ids"), py::arg("lens"), py::kw_only(), py::arg("n_experts"),
             py::arg("machine"), py::arg("model"), py::arg("options"), py::arg("weights") = py::none(),
+            py::arg("predictions") = py::none(), py::arg("chances") = py::none(),
             "Routing ids [layers, tokens, top_k] on a machine: counts and seconds as a dict.");
 }

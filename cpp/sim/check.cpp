@@ -19,6 +19,18 @@ Status check_routing(const Routing &r) {
         static_cast<size_t>(r.n_layers) * static_cast<size_t>(r.n_tokens) * static_cast<size_t>(r.top_k);
     if (r.ids.size() != n) return bad("ids do not have the size that their shape says");
     if (!r.weights.empty() && r.weights.size() != n) return bad("weights must have the shape of ids");
+    if (r.n_horizons < 0 || r.n_named < 0) return bad("predictions must have a shape");
+    const size_t n_predicted =
+        n / static_cast<size_t>(r.top_k) * static_cast<size_t>(r.n_horizons) * static_cast<size_t>(r.n_named);
+    if (r.predicted.size() != n_predicted || r.chances.size() != n_predicted) {
+        return bad("predictions and their chances must have the shape [layers, tokens, horizons, experts]");
+    }
+    for (const int32_t id : r.predicted) {
+        if (id < -1 || id >= r.n_experts) {
+            return bad("a prediction of expert " + std::to_string(id) + ", outside -1 .. " +
+                       std::to_string(r.n_experts - 1));
+        }
+    }
     for (const int32_t id : r.ids) {
         if (id < 0 || id >= r.n_experts) {
             return bad("expert id " + std::to_string(id) + " is outside 0 .. " +
@@ -96,10 +108,14 @@ Status check_simulation(const Routing &r, const Machine &m, const Model &model, 
         return bad("strategy " + o.strategy + " needs at least one slot per layer: " +
                    std::to_string(r.n_layers) + ", not " + std::to_string(o.slots));
     }
-    if (!o.predictor.empty() && policy::make_predictor(o.predictor, {1, 2, 1, 1}) == nullptr) {
+    const bool recorded = o.predictor == "recorded";
+    if (recorded && r.predicted.empty()) {
+        return bad("the trace has no predictions; record them with spice-trace --predictions NAME");
+    }
+    if (!o.predictor.empty() && !recorded && policy::make_predictor(o.predictor, {1, 2, 1, 1}) == nullptr) {
         std::string message = "no predictor is called '" + o.predictor + "'; there are";
         for (const std::string_view name : policy::predictor_names()) message.append(" ").append(name);
-        return bad(message);
+        return bad(message + " recorded");
     }
     if (policy::make_eviction(o.memory_eviction, {1, 1, 1, 1}) == nullptr) {
         return bad("no eviction strategy is called '" + o.memory_eviction + "'");

@@ -29,6 +29,12 @@ struct Routing {
     int32_t n_tokens = 0;
     int32_t top_k = 0;
     int32_t n_experts = 0; ///< per layer
+    /// Recorded predictions of layers ahead, or empty: [layers][tokens][n_horizons][n_named] experts that the
+    /// layer `horizon` calls later was expected to use, -1: nobody, and the chance of each.
+    std::span<const int32_t> predicted = {};
+    std::span<const float> chances = {};
+    int32_t n_horizons = 0;
+    int32_t n_named = 0;
 };
 
 struct ReplayOptions {

@@ -3,6 +3,7 @@
 #include "policy/strategy.h"
 #include "sim/belady_strategy.h"
 #include "sim/check.h"
+#include "sim/recorded_predictor.h"
 #include "sim/steps.h"
 #include "sim/tiers.h"
 
@@ -57,6 +58,11 @@ class Simulator {
 
     std::unique_ptr<policy::Predictor> make_predictor(const policy::Strategy &strategy) {
         if (strategy.horizon() == 0) return nullptr;
+        if (o_.predictor == "recorded") {
+            auto recorded = std::make_unique<RecordedPredictor>(r_, strategy.horizon());
+            recorded_ = recorded.get();
+            return recorded;
+        }
         const policy::RoutingShape shape{r_.n_layers, r_.n_experts, r_.top_k, strategy.horizon()};
         recall_ = o_.recall;
         if (o_.predictor.empty() && recall_.empty()) {
@@ -188,6 +194,7 @@ class Simulator {
             if (!prefill) result_.other_seconds += takes;
             tiers_.advance(now_);
             const policy::StrategyCall call = batch_.call(layer, from, to);
+            if (recorded_ != nullptr) recorded_->at(from, to);
             layer_call(call, ids_of(layer, from, to), prefill);
             if (!prefill) layer_seconds_ += 0.05 * (now_ - start - layer_seconds_);
         }
@@ -357,6 +364,7 @@ class Simulator {
     BatchBuilder batch_;
     DraftSteps steps_;
     std::unique_ptr<policy::Predictor> predictor_;
+    RecordedPredictor *recorded_ = nullptr; ///< predictor_, if it is that one
     std::vector<float> recall_;
     int32_t horizon_ = 0;
     double now_ = 0.0;

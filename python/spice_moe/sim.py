@@ -83,6 +83,17 @@ def cut(
     trace: Trace, sequences: int = 0, tokens: int = 0
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], Any]:
     """(ids, lens, weights) of some sequences, spread evenly, and of each its first tokens (0: all)."""
+    which, lens = _cut_tokens(trace, sequences, tokens)
+    weights = None if trace.weights is None else trace.weights[:, which].astype(np.float32)
+    return (
+        np.ascontiguousarray(trace.ids[:, which], dtype=np.int32),
+        np.array(lens, dtype=np.int32),
+        weights,
+    )
+
+
+def _cut_tokens(trace: Trace, sequences: int, tokens: int) -> tuple[NDArray[np.int64], list[int]]:
+    """The numbers of the tokens that `cut` keeps, and how many of each sequence."""
     n = len(trace.lens)
     chosen = sorted({i * n // sequences for i in range(sequences)}) if 0 < sequences < n else range(n)
     ends = np.cumsum(trace.lens)
@@ -92,13 +103,7 @@ def cut(
         start = int(ends[i]) - int(trace.lens[i])
         spans.append(np.arange(start, start + length))
         lens.append(length)
-    which = np.concatenate(spans) if spans else np.arange(0)
-    weights = None if trace.weights is None else trace.weights[:, which].astype(np.float32)
-    return (
-        np.ascontiguousarray(trace.ids[:, which], dtype=np.int32),
-        np.array(lens, dtype=np.int32),
-        weights,
-    )
+    return np.concatenate(spans) if spans else np.arange(0), lens
 
 
 def profile(trace: Trace) -> NDArray[np.int64]:
@@ -142,12 +147,21 @@ class _Played:
     ids: NDArray[np.int32]
     lens: NDArray[np.int32]
     weights: Any
+    predictions: Any  #: None, or [layers, tokens, horizons, named]
+    chances: Any
     profile: list[int]
     n_expert: int
 
     @staticmethod
     def of(trace: Trace, sequences: int = 0, tokens: int = 0) -> _Played:
-        return _Played(*cut(trace, sequences, tokens), profile(trace).ravel().tolist(), trace.n_expert)
+        which, _ = _cut_tokens(trace, sequences, tokens)
+        said: tuple[Any, Any] = (None, None)
+        if trace.predictions is not None and trace.prediction_chances is not None:
+            said = (
+                np.ascontiguousarray(trace.predictions[:, which], dtype=np.int32),
+                np.ascontiguousarray(trace.prediction_chances[:, which], dtype=np.float32),
+            )
+        return _Played(*cut(trace, sequences, tokens), *said, profile(trace).ravel().tolist(), trace.n_expert)
 
 
 def _play(
@@ -181,6 +195,8 @@ def _play(
         model=shape.core(),
         options=core,
         weights=played.weights,
+        predictions=played.predictions,
+        chances=played.chances,
     )
     return _summary(strategy, slots, shape, counts)
 

@@ -79,7 +79,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     play.add_argument("--draft", type=int, default=0, help="drafted tokens per step, for every strategy")
     play.add_argument("--acceptance", type=float, default=0.75, help="chance that a drafted token is right")
     play.add_argument(
-        "--predictor", default="", help="history, replay, ...; default: what each has published"
+        "--predictor",
+        default="",
+        help="recorded (in the trace), history, replay; default: the recall that each has published",
     )
     play.add_argument(
         "--recall", nargs="*", type=float, default=[], help="of the predictions, by layers ahead"

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,14 @@ from numpy.typing import NDArray
 from .errors import SpiceError, SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError
 from .watch import BIASES, Recorder, Seen
 
+if TYPE_CHECKING:
+    from .predictions import Forecaster
+
 FORMAT_VERSION = 1
 _REQUIRED = ("ids", "lens", "n_expert")
 _PER_TOKEN = {"weights": "top_k", "router_inputs": "width"}  # optional [layers, tokens, that]
 _PER_EXPERT = BIASES  # optional [layers, n_expert]
+_PREDICTED = ("predictions", "prediction_chances")  # optional [layers, tokens, horizons, named]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class Trace:
     model's layer numbers. weights: like ids, the gate weights that multiply the experts' outputs. tokens:
     [tokens], token ids. router_inputs: [layers, tokens, width] F16, what the router reads. routers:
     [layers, n_expert, width]; router_bias, selection_bias: [layers, n_expert], added to the router's logits
-    and to its gate values before the choice.
+    and to its gate values before the choice. predictions: [layers, tokens, horizons, named], the experts that
+    a predictor expected of the layers 1, 2, .. calls later, likeliest first, -1 for none; prediction_chances:
+    the chance of each.
     """
 
     ids: NDArray[np.integer]
@@ -58,6 +64,8 @@ class Trace:
     routers: NDArray[np.floating] | None = None
     router_bias: NDArray[np.floating] | None = None
     selection_bias: NDArray[np.floating] | None = None
+    predictions: NDArray[np.integer] | None = None
+    prediction_chances: NDArray[np.floating] | None = None
 
     def __post_init__(self) -> None:
         """Raise SpiceFormatError if the parts contradict each other."""
@@ -71,6 +79,7 @@ class Trace:
         """What the trace holds, in plain values."""
         layers, tokens, k = self.ids.shape
         optional = ("weights", "tokens", "router_inputs", "routers", "router_bias", "selection_bias")
+        optional += _PREDICTED
         return {
             "layers": layers,
             "first_layer": int(self.layers[0]) if layers else None,
@@ -86,7 +95,7 @@ class Trace:
         """Write the trace; a file of that name is replaced only when the new one is complete."""
         arrays = {
             name: value
-            for name in (*_REQUIRED, "layers", *_PER_TOKEN, "tokens", "routers", *_PER_EXPERT)
+            for name in (*_REQUIRED, "layers", *_PER_TOKEN, "tokens", "routers", *_PER_EXPERT, *_PREDICTED)
             if (value := getattr(self, name)) is not None
         }
         return _write(Path(path), arrays, self.meta)
@@ -108,7 +117,7 @@ def load(path: str | os.PathLike[str], *, router_inputs: bool = True) -> Trace:
             missing = [name for name in _REQUIRED if name not in archive.files]
             if missing:
                 raise SpiceFormatError(f"{path}: not a routing trace, it has no {', '.join(missing)}")
-            names = {*_REQUIRED, "layers", "tokens", "routers", *_PER_TOKEN, *_PER_EXPERT}
+            names = {*_REQUIRED, "layers", "tokens", "routers", *_PER_TOKEN, *_PER_EXPERT, *_PREDICTED}
             if not router_inputs:
                 names.discard("router_inputs")
             parts = {name: archive[name] for name in names if name in archive.files}
@@ -155,6 +164,16 @@ def _check(t: Trace) -> None:
         value = getattr(t, name)
         if value is not None:
             need(value.shape == (layers, t.n_expert), f"{name} has shape {value.shape}")
+    said, chances = t.predictions, t.prediction_chances
+    need((said is None) == (chances is None), "predictions and their chances go together")
+    if said is not None and chances is not None:
+        shape = said.shape
+        need(said.dtype.kind == "i", "predictions must be whole numbers with a sign")
+        need(len(shape) == 4 and shape[:2] == (layers, tokens), f"predictions has shape {shape}")
+        need(chances.shape == shape, f"prediction_chances has shape {chances.shape}")
+        if said.size:
+            low, high = int(said.min()), int(said.max())
+            need(low >= -1 and high < t.n_expert, f"predictions reach {low}..{high} of {t.n_expert}")
     if t.router_inputs is not None:
         shape = t.router_inputs.shape
         need(len(shape) == 3 and shape[:2] == (layers, tokens), f"router_inputs has shape {shape}")
@@ -232,6 +251,8 @@ def record(
     decode: bool = False,
     batch: int = 64,
     threads: int = 0,
+    predictions: str | None = None,
+    sidecar: str | os.PathLike[str] | None = None,
     progress: Callable[[float], object] | None = None,
     show_load: bool = False,
 ) -> dict[str, Any]:
@@ -241,7 +262,9 @@ def record(
         texts: each a text or its token ids; cut into sequences of at most `sequence` tokens, each from an
             empty context. router_inputs: write what each router
             reads and the routers themselves, too. tokens: stop after so many in all (0: no limit).
-        decode: one token at a time, instead of `batch` tokens. progress: called with the fraction done.
+        decode: one token at a time, instead of `batch` tokens. predictions: the name of a predictor; the
+            text is run once more, in SPICE, and what it expects of each layer call is written, too. sidecar:
+            fitted heads for it. progress: called with the fraction done.
     Returns: the trace's `summary()`.
     Raises: SpiceError subclasses as `Recorder` does, SpiceUnsupportedError for a model without routed
         experts, ValueError for no text. No file is written then.
@@ -249,6 +272,11 @@ def record(
     path = Path(path)
     if sequence < 1:
         raise ValueError(f"a sequence of {sequence} tokens")
+    forecaster = None
+    if predictions:
+        from .predictions import open_forecaster  # it needs SPICE's own run, which recording else does not
+
+        forecaster = open_forecaster(model, predictions, sidecar)  # what it refuses, before the work
     recorder = Recorder(
         model,
         n_ctx=sequence,
@@ -281,14 +309,18 @@ def record(
                 "phase": "decode" if decode else "prefill",
                 "top_k": int(spool.arrays["ids"].shape[2]),
                 "source": "spice-trace",
+                **({"predictor": predictions} if predictions else {}),
             }
+        arrays = dict(spool.arrays)
+        if forecaster is not None:
+            arrays |= _predict(forecaster, model, pieces, spool, threads)
         trace = Trace(
             n_expert=spool.n_expert,
             lens=np.array([len(p) for p in pieces], dtype=np.int32),
             layers=np.array(spool.layers, dtype=np.int32),
             meta=meta,
             tokens=np.array([t for p in pieces for t in p], dtype=np.int32),
-            **spool.arrays,
+            **arrays,
             **{
                 name: np.stack([found[layer] for layer in spool.layers])
                 for name, found in recorder.watch.routers.items()
@@ -299,6 +331,25 @@ def record(
         return trace.summary()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _predict(
+    forecaster: Forecaster,
+    model: str | os.PathLike[str],
+    pieces: list[list[int]],
+    spool: _Spool,
+    threads: int,
+) -> dict[str, NDArray]:
+    """The predictions of all sequences, as the trace holds them."""
+    from .predictions import record
+
+    ends = np.cumsum([len(piece) for piece in pieces])
+    ids = [spool.arrays["ids"][:, end - len(p) : end] for p, end in zip(pieces, ends, strict=True)]
+    said = list(record(forecaster, model, pieces, ids, n_threads=threads))
+    return {
+        "predictions": np.concatenate([one.ids for one in said], axis=1).astype(np.int16),
+        "prediction_chances": np.concatenate([one.chances for one in said], axis=1).astype(np.float16),
+    }
 
 
 def _limit(pieces: list[list[int]], tokens: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ _EPILOG = """\
 examples:
   spice-trace model.gguf -f book.txt -o book.npz --tokens 2000
   spice-trace model.gguf -f a.txt -f b.txt -o t.npz --router-inputs --decode --json
+  spice-trace model.gguf -f book.txt -o book.npz --predictions ensemble     for spice-sim --predictor recorded
 
 The text is evaluated by stock llama.cpp, slowly, because every layer is watched. The format is in
 docs/trace-format.md; spice_moe.trace.load() reads it. Exit codes are those of spice-run.
@@ -58,6 +59,8 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
             decode=args.decode,
             batch=args.batch,
             threads=args.threads,
+            predictions=args.predictions,
+            sidecar=args.sidecar,
             progress=bar,
             show_load=True,
         )
@@ -99,6 +102,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--batch", metavar="N", type=_count, default=64, help="tokens at a time otherwise (default 64)"
+    )
+    parser.add_argument(
+        "--predictions", metavar="NAME",
+        help="write what this predictor expects of each layer call, too: ensemble, router, history, ...",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sidecar", metavar="FILE", help="with --predictions: what spice-fit made for the model"
     )
     parser.add_argument("--threads", metavar="N", type=_count, default=0, help="default: all cores")
     parser.add_argument("--json", action="store_true", help="print a JSON summary on stdout")

@@ -34,6 +34,8 @@ def example(**changes: Any) -> dict[str, Any]:
         routers=rng.random((2, 4, 3)).astype(np.float32),
         router_bias=rng.random((2, 4)).astype(np.float32),
         selection_bias=rng.random((2, 4)).astype(np.float32),
+        predictions=rng.integers(-1, 4, (2, 5, 6, 3)).astype(np.int16),
+        prediction_chances=rng.random((2, 5, 6, 3)).astype(np.float16),
     )
     return parts | changes
 
@@ -178,6 +180,36 @@ def test_sequences_and_limits(tiny_model: Callable[..., Path], tmp_path: Path) -
     assert set(t.tokens[np.cumsum(t.lens) - t.lens]) == {1}, "each piece of a text starts with BOS"
     assert (t.tokens == 1).sum() == len(t.lens) > 2
     assert [p.name for p in tmp_path.iterdir()] == ["t.npz"]
+
+
+def test_predictions_are_recorded(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny_model("qwen2moe", layers=4, experts=8, used=2)
+    out = tmp_path / "t.npz"
+    pieces = [prompt(30), prompt(20, seed=1)]
+    trace.record(path, pieces, out, threads=1, predictions="router")
+    t = trace.load(out)
+    assert t.meta["predictor"] == "router"
+    assert t.predictions is not None and t.prediction_chances is not None
+    assert t.predictions.shape == (4, 50, 6, 4)  # twice the top 2
+    assert (np.diff(t.prediction_chances.astype(np.float32), axis=-1) <= 0).all()
+    assert (t.predictions[0, :, :3] >= 0).all()  # the three layers behind the first one
+    assert (t.predictions[:, :, 3:] == -1).all()  # four layers later is the same layer again
+    found = [t.predictions[g, :, 0, :2] for g in range(3)]
+    right = [(found[g][:, :, None] == t.ids[g + 1][:, None, :]).any(axis=1).mean() for g in range(3)]
+    assert np.mean(right) > 0.4  # chance is a quarter
+    trace.record(path, pieces, tmp_path / "plain.npz", threads=1)
+    plain = trace.load(tmp_path / "plain.npz")
+    assert plain.predictions is None and np.array_equal(plain.ids, t.ids)
+
+
+def test_predictions_that_cannot_be_had(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny_model("qwen2moe", layers=3, experts=8, used=3)
+    for name, message in (("replay", "choose one of: ensemble"), ("adapter", "spice-fit")):
+        with pytest.raises(SpiceUnsupportedError, match=message):
+            trace.record(path, [TEXT], tmp_path / "t.npz", threads=1, predictions=name)
+    with pytest.raises(SpiceUnsupportedError, match="no routed experts"):
+        trace.record(make_dense(tmp_path / "d.gguf"), [TEXT], tmp_path / "t.npz", predictions="history")
+    assert [p.name for p in tmp_path.iterdir()] == ["d.gguf"]
 
 
 def test_recording_refuses(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,38 @@ def test_refusals(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
         sim_cli.main([str(recorded), "--strategy", "best"])
     with pytest.raises(SystemExit):
         plan_cli.main([])
+
+
+def test_recorded_predictions(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told the truth, it does what the oracle does; told nothing, what no predictor does."""
+    t = trace.load(recorded)
+    layers, tokens, k = t.ids.shape
+    told = np.full((layers, tokens, 3, k), -1, np.int16)
+    following = np.concatenate([t.ids, np.roll(t.ids, -1, axis=1)]).astype(np.int16)  # then the next token's
+    for layer in range(layers):
+        for horizon in (1, 2, 3):
+            told[layer, :, horizon - 1] = following[layer + horizon]
+            if layer + horizon >= layers:
+                told[layer, np.cumsum(t.lens) - 1, horizon - 1] = -1  # no token follows
+    machine = hardware.load("laptop-nvme")
+    arguments = {"slots": 20, "use_device": False}
+
+    def seconds(routing: trace.Trace, name: str, strategy: str, recall: float = 1.0) -> float:
+        options = sim.Options(predictor=name, recall=(recall,) * 6 if name == "replay" else ())
+        return sim.run(routing, machine, SHAPE, strategy, options=options, **arguments).tpot
+
+    for strategy in ("specprefetch", "promoe"):  # they look no further than three layers
+        for truth in (True, False):
+            ids = told if truth else np.full_like(told, -1)
+            made = replace(t, predictions=ids, prediction_chances=np.ones(ids.shape, np.float16))
+            oracle = seconds(t, "replay", strategy, 1.0 if truth else 0.0)
+            assert seconds(made, "recorded", strategy) == pytest.approx(oracle, rel=1e-9)
+    assert seconds(t, "replay", "specprefetch") < seconds(t, "replay", "specprefetch", 0.0)
+    assert sim_cli.main([str(recorded), "--slab", "1M", "--predictor", "recorded"]) == 2
+    assert "spice-trace --predictions" in capsys.readouterr().err
+    made = replace(t, predictions=told, prediction_chances=np.ones(told.shape, np.float16))
+    path = made.save(recorded.with_name("told.npz"))
+    assert sim_cli.main([str(path), "--slab", "1M", "--predictor", "recorded", "--tokens", "20"]) == 0
 
 
 def test_known_models(recorded: Path) -> None:
