@@ -13,6 +13,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -71,6 +72,12 @@ class Model {
     std::shared_ptr<Attachment> attachment_;
 };
 
+/// Token embeddings, unless they are the output matrix, too.
+bool is_table(const GgufModel &model, const GgufTensor &tensor) {
+    return tensor.name == "per_layer_token_embd.weight" ||
+           (tensor.name == "token_embd.weight" && model.find("output.weight") != nullptr);
+}
+
 py::dict summary(const Model &m) {
     const GgufModel &model = m.engine().model();
     const ExpertIndex &index = m.engine().index();
@@ -84,6 +91,22 @@ py::dict summary(const Model &m) {
     uint64_t smallest = 0;
     uint64_t largest = 0;
     py::set types;
+    // Of weights that every token reads: not those of tables of which it reads a row.
+    std::map<std::string, uint64_t> expert_bytes_by_type;
+    std::map<std::string, uint64_t> other_bytes_by_type;
+    uint64_t table_bytes = 0;
+    uint64_t shared_bytes = 0;
+    for (const GgufTensor &tensor : model.tensors()) {
+        const std::string type = ggml_type_name(static_cast<ggml_type>(tensor.ggml_type));
+        if (m.engine().find(tensor.name) != nullptr) {
+            expert_bytes_by_type[type] += tensor.bytes;
+        } else if (is_table(model, tensor)) {
+            table_bytes += tensor.bytes;
+        } else {
+            other_bytes_by_type[type] += tensor.bytes;
+            shared_bytes += tensor.name.find("_shexp.") != std::string::npos ? tensor.bytes : 0;
+        }
+    }
     for (const LayerExperts &layer : index.layers()) {
         const uint64_t bytes = layer.slab_bytes(Bank::routed);
         smallest = smallest == 0 ? bytes : std::min(smallest, bytes);
@@ -104,6 +127,10 @@ py::dict summary(const Model &m) {
     out["n_experts_total"] = index.n_experts();
     out["expert_bytes"] = index.total_weight_bytes();
     out["other_bytes"] = all - index.total_weight_bytes();
+    out["table_bytes"] = table_bytes;
+    out["shared_bytes"] = shared_bytes;
+    out["expert_bytes_by_type"] = expert_bytes_by_type;
+    out["other_bytes_by_type"] = other_bytes_by_type;
     out["slab_bytes_min"] = smallest;
     out["slab_bytes_max"] = largest;
     out["expert_types"] = py::list(types);

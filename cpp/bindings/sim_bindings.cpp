@@ -1,6 +1,8 @@
 // spice_moe._core.sim: the simulator, and the decisions that it makes. Declarations, no logic; wrong
 // arguments raise ValueError.
 #include "bindings/arrays.h"
+#include "bindings/errors.h"
+#include "compute/dot_speed.h"
 #include "policy/placement.h"
 #include "policy/strategy.h"
 #include "sim/belady_strategy.h"
@@ -9,6 +11,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cctype>
 #include <optional>
 #include <string>
 #include <vector>
@@ -76,6 +80,14 @@ py::dict simulate(const Array<int32_t> &ids, const Array<int32_t> &lens, int32_t
     }
     if (!result->ok()) throw py::value_error(result->status().message());
     return to_dict(result->value());
+}
+
+/// "Q4_K", as models' quantisations are written.
+std::string type_name(int type) {
+    const char *name = ggml_type_name(static_cast<ggml_type>(type));
+    std::string upper = name == nullptr ? "" : name;
+    std::ranges::transform(upper, upper.begin(), [](unsigned char c) { return std::toupper(c); });
+    return upper;
 }
 
 constexpr std::string_view letters = "dfh+"; // device, fetch, host, host_fill
@@ -148,6 +160,21 @@ void bind_sim(py::module_ &m) {
             py::arg("costs"), py::kw_only(), py::arg("slab_bytes"),
             py::arg("in_memory") = std::vector<double>{}, py::arg("link_queued") = 0.0);
 
+    sim.def(
+        "dot_speed",
+        [](const std::string &type, int32_t n_threads, double seconds, uint64_t bytes) {
+            std::optional<Result<double>> speed;
+            {
+                const py::gil_scoped_release unlocked;
+                int which = 0;
+                while (which < GGML_TYPE_COUNT && type_name(which) != type) ++which;
+                speed.emplace(compute::dot_speed(static_cast<ggml_type>(which), n_threads, seconds, bytes));
+            }
+            raise_if(speed->status());
+            return speed->value();
+        },
+        py::arg("type"), py::kw_only(), py::arg("n_threads"), py::arg("seconds"), py::arg("bytes"),
+        "Bytes of weights of a type, \"Q4_K\", that ggml's dot products go through in a second.");
     py::class_<sim::LinkSpec>(sim, "LinkSpec", "Bytes per second, seconds, bytes; see cpp/sim/machine.h.")
         .def(py::init<double, double, double>(), py::arg("bandwidth"), py::arg("latency") = 0.0,
              py::arg("chunk") = 0.0);

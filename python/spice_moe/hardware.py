@@ -11,7 +11,8 @@ The format, with every field, is described in docs/simulator.md.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ class Engine:
     stream: float
     row: float
     call: float = 0.0  #: seconds per layer call that uses it
+    #: stream by quantisation, where it was measured; `stream` and `row` are of the others
+    types: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, types: Mapping[str, float]) -> Engine:
+        """The engine on weights of these types: {type: bytes that a token reads}. Empty: as it is."""
+        if not types or not self.types:
+            return self
+        seconds = sum(size / self.types.get(name, self.stream) for name, size in types.items())
+        stream = sum(types.values()) / seconds
+        return replace(self, stream=stream, row=self.row * stream / self.stream)
 
 
 @dataclass(frozen=True)
@@ -62,14 +73,19 @@ class Hardware:
     contention: float = 0.0  #: how much slower the host computes while a transfer runs
     spread: float = 0.3  #: relative half-width of the range that a forecast is given with
 
-    def machine(self, *, use_device: bool = True) -> Any:
-        """The simulator's form of it; without the device if `use_device` is False."""
+    def machine(self, *, use_device: bool = True, types: Mapping[str, float] | None = None) -> Any:
+        """The simulator's form of it; without the device if `use_device` is False.
+
+        types: bytes that a token reads by quantisation, where the engines' speeds are known for each.
+        """
         machine = _core.sim.Machine()
-        machine.host = _core.sim.EngineSpec(self.host.stream, self.host.row, self.host.call)
+        host = self.host.of(types or {})
+        machine.host = _core.sim.EngineSpec(host.stream, host.row, host.call)
         machine.disk = _core.sim.LinkSpec(self.disk.bandwidth, self.disk.latency, self.disk.chunk)
         if use_device and self.device is not None and self.link is not None:
             machine.has_device = True
-            machine.device = _core.sim.EngineSpec(self.device.stream, self.device.row, self.device.call)
+            device = self.device.of(types or {})
+            machine.device = _core.sim.EngineSpec(device.stream, device.row, device.call)
             machine.link = _core.sim.LinkSpec(self.link.bandwidth, self.link.latency, self.link.chunk)
         machine.layer_call = self.layer_call
         machine.contention = self.contention
@@ -192,7 +208,11 @@ class _Fields:
         row = self.number("row_gbs", positive=True) * GB
         if row < stream:
             raise self.wrong("row_gbs must be at least stream_gbs")
-        return Engine(stream, row, self.number("call_us", 0.0) / 1e6)
+        types = self.table("types", required=False)
+        return Engine(stream, row, self.number("call_us", 0.0) / 1e6, types.speeds() if types else {})
+
+    def speeds(self) -> dict[str, float]:
+        return {name.upper(): self.number(name, positive=True) * GB for name in self._data}
 
     def link(self) -> Link:
         return Link(
@@ -218,6 +238,8 @@ def to_toml(hardware: Hardware, comments: tuple[str, ...] = ()) -> str:
     ]
     lines += ["", "[memory]", f"bytes = {hardware.memory}"]
     lines += ["", "[host]", *_engine_lines(hardware.host)]
+    if hardware.host.types:
+        lines += ["", "[host.types]", *(f"{k} = {v / GB:.4g}" for k, v in hardware.host.types.items())]
     lines += ["", "[disk]", *_link_lines(hardware.disk)]
     if hardware.device is not None and hardware.link is not None:
         lines += ["", "[device]", f"bytes = {hardware.vram}", *_engine_lines(hardware.device)]

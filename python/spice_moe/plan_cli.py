@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     elif args.hardware is not None:
         machine = hardware.load(args.hardware)
     else:
-        machine = probe.measure(args.model)
+        machine = probe.measure(args.model, shape.types)
     report = plan(shape, machine, ram=args.ram, vram=args.vram, here=args.hardware is None)
     if args.json:
         print(json.dumps(report, indent=1))
@@ -117,11 +117,12 @@ def plan(
     room = free if not use_device else machine.vram if vram is None else vram
     slab = max(shape.slab_bytes)
     smallest = int(slab * shape.top_k)
-    for_experts = max(int(room - shape.other_bytes - RESERVE), 0)
+    others = int(shape.other_bytes + shape.table_bytes)
+    for_experts = max(int(room - others - RESERVE), 0)
     everything = int(shape.expert_bytes)
     working_set = int(sum(shape.slab_bytes) * shape.top_k)
     trace = routing_like_real(shape)
-    resident = sim.resident_tpot(machine.machine(use_device=use_device), shape)
+    resident = sim.resident_tpot(machine.machine(use_device=use_device, types=shape.types), shape)
     forecasts: list[Forecast] = []
     memory_slots = 0
     if use_device:
@@ -159,7 +160,7 @@ def plan(
         "experts_per_layer": shape.n_experts,
         "experts_used": shape.top_k,
         "expert_bytes": everything,
-        "other_bytes": int(shape.other_bytes),
+        "other_bytes": others,
         "working_set": working_set,
         "smallest_budget": smallest,
         "pool": "VRAM" if use_device else "RAM",

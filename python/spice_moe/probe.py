@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
+import statistics
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from . import _core
 from .budget import free_memory
-from .errors import SpiceFileNotFoundError, SpiceIOError
+from .errors import SpiceFileNotFoundError, SpiceIOError, SpiceUnsupportedError
 from .hardware import Engine, Hardware, Link
 
 BLOCK = 2 * 2**20  #: bytes per read; SPICE reads experts, a few MB each
@@ -21,36 +26,50 @@ IN_FLIGHT = 4
 DISK_SECONDS = 3.0
 DISK_BYTES = 2**30
 MEMORY_BYTES = 192 * 2**20
-#: ggml's dot products on quantised weights reach about this share of the memory's bandwidth.
+#: Quantisations that are timed when no model says which it has.
+TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_1", "Q5_0", "Q4_0", "IQ4_XS", "MXFP4", "F16")
+DOT_SECONDS = 0.05  #: per quantisation
+DOT_BYTES = 128 * 2**20
+BOTH_SECONDS = 0.3  #: of dot products without reads beside them, with them, and without
+#: A dot product nobody could time: about this share of the memory's bandwidth.
 VEC_DOT_SHARE = 0.75
 #: Many rows share one pass over the weights; how much faster that was on two AVX2 cores.
 ROW_GAIN = 1.6
 #: A disk nobody could time: a common NVMe disk.
 UNKNOWN_DISK = 2e9
+UNKNOWN_CONTENTION = 0.15
 
 
-def measure(model: Path | None, *, progress: bool | None = None) -> Hardware:
+def measure(model: Path | None, types: Iterable[str] = TYPES, *, progress: bool | None = None) -> Hardware:
     """Measure this machine; `model` is read to time the disk (None: a disk of 2 GB/s is assumed).
 
-    Takes at most about 6 seconds; GPUs are not measured. Raises SpiceFileNotFoundError or SpiceIOError.
+    types: quantisations whose dot products are timed. Takes at most about 8 seconds; GPUs are not measured.
+    Raises SpiceFileNotFoundError or SpiceIOError.
     """
     show = sys.stderr.isatty() if progress is None else progress
     _bar(show, 0.0, "memory")
     stream = memory_bandwidth()
-    _bar(show, 0.4, "disk")
+    _bar(show, 0.3, "CPU")
+    speeds = dot_speeds(types)
+    usual = statistics.median(speeds.values()) if speeds else stream * VEC_DOT_SHARE
+    _bar(show, 0.5, "disk")
     disk = disk_bandwidth(model) if model is not None else UNKNOWN_DISK
+    slower = UNKNOWN_CONTENTION
+    if model is not None and speeds:
+        _bar(show, 0.9, "both")
+        slower = contention(model, next(iter(speeds)))
     _bar(show, 1.0, "done")
     if show:
         print(file=sys.stderr)
-    source = "disk assumed" if model is None else "memory and disk measured"
+    source = "CPU measured, disk assumed" if model is None else "CPU and disk measured"
     return Hardware(
         name=f"{platform.machine()}, {os.cpu_count()} cores",
         note=f"{source} by spice-plan; no GPU measured",
         memory=free_memory().bytes,
-        host=Engine(stream * VEC_DOT_SHARE, stream * VEC_DOT_SHARE * ROW_GAIN, 10e-6),
+        host=Engine(usual, usual * ROW_GAIN, 10e-6, speeds),
         disk=Link(disk, 100e-6, 2**20),
         layer_call=60e-6,
-        contention=0.15,
+        contention=slower,
         spread=0.35,
     )
 
@@ -68,8 +87,39 @@ def memory_bandwidth() -> float:
     return best
 
 
-def disk_bandwidth(path: Path) -> float:
+def dot_speeds(types: Iterable[str]) -> dict[str, float]:
+    """Bytes of weights per second that all cores multiply, by quantisation; those that ggml knows."""
+    speeds = {}
+    for name in types:
+        with contextlib.suppress(SpiceUnsupportedError):
+            speeds[name] = _core.sim.dot_speed(
+                name, n_threads=os.cpu_count() or 1, seconds=DOT_SECONDS, bytes=DOT_BYTES
+            )
+    return speeds
+
+
+def disk_bandwidth(path: Path, seconds: float = DISK_SECONDS) -> float:
     """Bytes per second of reads past the page cache, several in flight, spread over the file."""
+    return _read(path, seconds, threading.Event())
+
+
+def contention(path: Path, name: str) -> float:
+    """How much slower dot products of a quantisation are while the disk is read: 0.05 is 5 %."""
+    cores, seconds = os.cpu_count() or 1, BOTH_SECONDS
+    speeds = []
+    for reading in (False, True, False):
+        stop = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            if reading:
+                pool.submit(_read, path, 2 * seconds, stop)
+            speeds.append(_core.sim.dot_speed(name, n_threads=cores, seconds=seconds, bytes=DOT_BYTES))
+            stop.set()
+    alone = (speeds[0] + speeds[2]) / 2
+    return max(alone / speeds[1] - 1, 0.0)
+
+
+def _read(path: Path, seconds: float, stop: threading.Event) -> float:
+    """Reads blocks of the file until the time is over, or 1 GiB is read, or `stop`; bytes per second."""
     if not path.is_file():
         raise SpiceFileNotFoundError(f"no such file: {path}")
     blocks = path.stat().st_size // BLOCK
@@ -81,14 +131,14 @@ def disk_bandwidth(path: Path) -> float:
         file = os.open(path, os.O_RDONLY)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    order = np.random.default_rng(1).permutation(blocks)[: DISK_BYTES // BLOCK]
+    order = np.random.default_rng().permutation(blocks)[: DISK_BYTES // BLOCK]
     start = time.perf_counter()
 
     def read(which: int) -> int:
         total = 0
         with mmap.mmap(-1, BLOCK) as memory:  # anonymous memory is aligned to pages
             for block in order[which::IN_FLIGHT]:
-                if time.perf_counter() - start > DISK_SECONDS:
+                if time.perf_counter() - start > seconds or stop.is_set():
                     break
                 total += os.preadv(file, [memory], int(block) * BLOCK)
         return total

@@ -176,7 +176,7 @@ def _play(
     options: Options | None = None,
 ) -> Run:
     o = options or Options()
-    machine = hardware.machine(use_device=use_device)
+    machine = hardware.machine(use_device=use_device, types=shape.types)
     core = _core.sim.SimOptions()
     for name in ("batch", "prefill", "keep", "draft", "acceptance", "fidelity", "predictor", "seed"):
         setattr(core, name, getattr(o, name))

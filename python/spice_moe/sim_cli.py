@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
         tokens=args.tokens,
     )
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    resident = sim.resident_tpot(machine.machine(use_device=use_device), shape)
+    resident = sim.resident_tpot(machine.machine(use_device=use_device, types=shape.types), shape)
     if args.json:
         rows = [one.to_dict() for one in runs]
         print(json.dumps({"config": config, "resident_tpot": resident, "runs": rows}, indent=1))

@@ -6,7 +6,8 @@ From a GGUF's headers, or, for a trace without a GGUF, from published shapes and
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import _core
@@ -26,6 +27,9 @@ class Shape:
     other_bytes: float  #: weights beside routed experts, all of them read for every token
     n_experts: int  #: per layer
     top_k: int
+    table_bytes: float = 0.0  #: embedding tables, of which a token reads a row
+    #: bytes that a token reads, by quantisation; empty: not known
+    types: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -92,12 +96,18 @@ def of_gguf(path: str | os.PathLike[str]) -> Shape:
         core.close()
     if summary["dense"]:
         raise SpiceUnsupportedError(f"{path}: a dense model, it has no routed experts")
+    share = int(summary["n_expert_used"]) / max(int(summary["n_expert"]), 1)
+    types = {name: float(size) for name, size in summary["other_bytes_by_type"].items()}
+    for name, size in summary["expert_bytes_by_type"].items():
+        types[name] = types.get(name, 0.0) + size * share
     return Shape(
         name=Path(path).name,
         slab_bytes=tuple(float(size) for size in layers),
-        other_bytes=float(summary["other_bytes"]),
+        other_bytes=float(summary["other_bytes"] - summary["table_bytes"]),
         n_experts=int(summary["n_expert"]),
         top_k=int(summary["n_expert_used"]),
+        table_bytes=float(summary["table_bytes"]),
+        types={name.upper(): size for name, size in types.items()},
     )
 
 

@@ -124,9 +124,17 @@ def test_nothing_is_nothing() -> None:
 
 def test_a_probe_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MEMORY_BYTES", 2**20)
+    monkeypatch.setattr(probe, "DOT_BYTES", 2**20)
+    monkeypatch.setattr(probe, "DOT_SECONDS", 0.002)
+    monkeypatch.setattr(probe, "BOTH_SECONDS", 0.01)
     file = tmp_path / "data"
     file.write_bytes(bytes(8 * probe.BLOCK))
     measured = probe.measure(file, progress=False)
+    assert 0 <= measured.contention < 100
     assert measured.disk.bandwidth > 0 and measured.host.stream > 0
+    assert set(measured.host.types) == set(probe.TYPES) and min(measured.host.types.values()) > 0
     text = hardware.to_toml(measured)
-    assert hardware.parse(text, "mine").host.row >= measured.host.stream * 0.99
+    again = hardware.parse(text, "mine").host
+    assert again.row >= measured.host.stream * 0.99
+    assert again.types == pytest.approx(measured.host.types, rel=1e-3)
+    assert probe.dot_speeds(["I32", "what"]) == {}

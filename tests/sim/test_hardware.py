@@ -49,6 +49,17 @@ def test_units(tmp_path: Path) -> None:
     assert not machine.has_device
 
 
+def test_speed_by_quantisation() -> None:
+    text = GOOD.replace("[disk]", "[host.types]\nq4_K = 20\nQ8_0 = 5\n[disk]")
+    machine = hardware.parse(text, "mine")
+    assert machine.host.types == {"Q4_K": 20e9, "Q8_0": 5e9}
+    assert hardware.parse(hardware.to_toml(machine), "mine") == machine
+    assert machine.machine().host.stream == 10e9
+    mixed = machine.host.of({"Q4_K": 2e9, "Q8_0": 1e9, "F32": 1e9})  # 0.1 + 0.2 + 0.1 s
+    assert mixed.stream == pytest.approx(10e9) and mixed.row == pytest.approx(20e9)
+    assert machine.machine(types={"Q8_0": 1.0}).host.stream == pytest.approx(5e9)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -61,6 +72,7 @@ def test_units(tmp_path: Path) -> None:
         (('name = "mine"', "name = 7"), "name must be text"),
         (("[disk]", "[link]\nbandwidth_gbs = 9\n[disk]"), "device and link go together"),
         (("[memory]", "[memory"), "not TOML"),
+        (("[disk]", "[host.types]\nQ4_K = 0\n[disk]"), "Q4_K must be above 0"),
     ],
 )
 def test_what_is_wrong_is_named(change: tuple[str, str], message: str) -> None:
