@@ -193,7 +193,8 @@ void bind_sim(py::module_ &m) {
         .def_readwrite("layer_call", &sim::Machine::layer_call)
         .def_readwrite("contention", &sim::Machine::contention);
     py::class_<sim::Model>(sim, "Model")
-        .def(py::init<std::vector<double>, double>(), py::arg("slab_bytes"), py::arg("other_bytes"));
+        .def(py::init<std::vector<double>, double, double>(), py::arg("slab_bytes"), py::arg("other_bytes"),
+             py::arg("shared_bytes") = 0.0);
     py::class_<sim::SimOptions>(sim, "SimOptions")
         .def(py::init<>())
         .def_readwrite("strategy", &sim::SimOptions::strategy)

@@ -76,6 +76,9 @@ Status check_simulation(const Routing &r, const Machine &m, const Model &model, 
     if ((!m.has_device || o.memory_slots > 0) && !link_ok(m.disk)) {
         return bad("disk: bandwidth must be above 0, the others 0 or more");
     }
+    if (!not_negative(model.shared_bytes) || model.shared_bytes > model.other_bytes) {
+        return bad("shared_bytes must be 0 to other_bytes");
+    }
     if (!not_negative(model.other_bytes) || !not_negative(m.layer_call) || !not_negative(m.contention)) {
         return bad("other_bytes, layer_call and contention must be 0 or more");
     }

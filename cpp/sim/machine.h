@@ -44,6 +44,7 @@ struct Machine {
 struct Model {
     std::vector<double> slab_bytes; ///< by MoE layer
     double other_bytes = 0.0;       ///< weights beside routed experts that every token reads, all layers
+    double shared_bytes = 0.0;      ///< of these, of experts that every token uses (shared experts)
 };
 
 } // namespace spice::sim

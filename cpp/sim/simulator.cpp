@@ -190,7 +190,8 @@ class Simulator {
         for (int32_t layer = 0; layer < r_.n_layers; ++layer) {
             const double start = now_;
             const double takes = other(to - from);
-            now_ += takes;
+            const double shared = shared_in_call(to - from);
+            now_ += takes - shared;
             if (!prefill) result_.other_seconds += takes;
             tiers_.advance(now_);
             const policy::StrategyCall call = batch_.call(layer, from, to);
@@ -204,6 +205,12 @@ class Simulator {
     [[nodiscard]] double other(int32_t rows) const {
         const EngineSpec &engine = machine_.has_device ? machine_.device : machine_.host;
         return machine_.layer_call + engine.cost(model_.other_bytes / r_.n_layers).at(rows);
+    }
+
+    /// What of it is computed within the layer call: a shared expert, while reads run. On a device it comes
+    /// before.
+    [[nodiscard]] double shared_in_call(int32_t rows) const {
+        return machine_.has_device ? 0.0 : machine_.host.cost(model_.shared_bytes / r_.n_layers).at(rows);
     }
 
     void layer_call(const policy::StrategyCall &call, std::span<const int32_t> ids, bool prefill) {
@@ -233,7 +240,8 @@ class Simulator {
                 result_.hosted += place == Place::host || place == Place::host_fill ? 1 : 0;
             }
         }
-        const double end = compute(call, bytes);
+        const bool in_parts = !machine_.has_device && !strategy.split() && n <= static_cast<size_t>(o_.slots);
+        const double end = in_parts ? compute_in_parts(call, bytes) : compute(call, bytes);
         plan(call.group, call.n_rows, 0.0,
              call.n_rows <= policy::Predictor::max_rows ? predictor_.get() : nullptr);
         now_ = end;
@@ -271,7 +279,7 @@ class Simulator {
         const EngineSpec &main = machine_.has_device ? machine_.device : machine_.host;
         const policy::ExpertCost main_cost = main.cost(bytes);
         double &main_busy = machine_.has_device ? result_.device_busy : result_.host_busy;
-        double at = now_ + main.call;
+        double at = now_ + main.call + shared_in_call(call.n_rows);
         bool any = false;
         const auto on_main = [&](size_t i, double arrives) {
             at = std::max(at, arrives);
@@ -331,6 +339,54 @@ class Simulator {
         return std::max(any ? at : now_, hosts_.empty() ? now_ : host);
     }
 
+    /// Without a device, and with a slot for every expert of the call: as the runtime does it. Projection by
+    /// projection (gate, up, down, a third of the bytes each), each expert's part as it arrives, those that
+    /// are there first. Reads are made in that order, too: the first parts of all, then the second ones.
+    double compute_in_parts(const policy::StrategyCall &call, double bytes) {
+        constexpr double n_parts = 3.0;
+        const policy::ExpertCost cost = machine_.host.cost(bytes);
+        fetches_.clear();
+        late_.clear();
+        arriving_.clear();
+        for (size_t i = 0; i < places_.size(); ++i) {
+            const double arrives = tiers_.fast().arrives({call.group, call.experts[i]});
+            if (places_[i] == Place::fetch) {
+                fetches_.push_back(static_cast<int32_t>(i));
+            } else if (arrives > now_) {
+                late_.push_back({arrives, i});
+            } else {
+                arriving_.push_back({.expert = i, .first = now_, .step = 0.0});
+            }
+        }
+        std::sort(late_.begin(), late_.end());
+        const double seconds = tiers_.link().seconds(bytes);
+        for (const auto &[arrives, i] : late_) {
+            const double part = seconds / n_parts;
+            arriving_.push_back({.expert = i, .first = arrives - 2.0 * part, .step = part});
+        }
+        double end = now_;
+        for (const int32_t i : fetches_) {
+            end = tiers_.to_fast({call.group, call.experts[static_cast<size_t>(i)]}, now_, now_);
+        }
+        const auto n = static_cast<double>(fetches_.size());
+        const double step = seconds / n_parts; // of one part; the reads end at `end`
+        for (size_t j = 0; j < fetches_.size(); ++j) {
+            const double first = end - step * (3.0 * n - static_cast<double>(j) - 1.0);
+            arriving_.push_back(
+                {.expert = static_cast<size_t>(fetches_[j]), .first = first, .step = n * step});
+        }
+        double at = now_ + machine_.host.call + shared_in_call(call.n_rows);
+        for (double part = 0.0; part < n_parts; part += 1.0) {
+            for (const Arriving &it : arriving_) {
+                at = std::max(at, it.first + part * it.step);
+                const double takes = cost.at(call.rows[it.expert]) / n_parts * slowed(at);
+                at += takes;
+                result_.host_busy += takes;
+            }
+        }
+        return at;
+    }
+
     [[nodiscard]] double slowed(double at) const {
         return tiers_.busy_until() > at ? 1.0 + machine_.contention : 1.0;
     }
@@ -375,6 +431,12 @@ class Simulator {
     std::vector<double> in_memory_;
     std::vector<Place> places_;
     std::vector<std::pair<double, size_t>> late_;
+    struct Arriving {
+        size_t expert = 0;  ///< of the call
+        double first = 0.0; ///< when its first part is there
+        double step = 0.0;  ///< between its parts
+    };
+    std::vector<Arriving> arriving_; ///< in the order in which they are computed
     std::vector<int32_t> fetches_;
     std::vector<int32_t> hosts_;
     std::vector<SlabId> wanted_;

@@ -27,6 +27,7 @@ class Shape:
     other_bytes: float  #: weights beside routed experts, all of them read for every token
     n_experts: int  #: per layer
     top_k: int
+    shared_bytes: float = 0.0  #: of other_bytes, of experts that every token uses
     table_bytes: float = 0.0  #: embedding tables, of which a token reads a row
     #: bytes that a token reads, by quantisation; empty: not known
     types: Mapping[str, float] = field(default_factory=dict)
@@ -44,19 +45,20 @@ class Shape:
         return sum(self.slab_bytes) * self.n_experts
 
     def core(self) -> object:
-        return _core.sim.Model(list(self.slab_bytes), self.other_bytes)
+        return _core.sim.Model(list(self.slab_bytes), self.other_bytes, self.shared_bytes)
 
 
 @dataclass(frozen=True)
 class _Published:
     expert_weights: float  #: of one expert
     other_weights: float  #: read for every token, beside routed experts; embeddings once
+    shared_weights: float = 0.0  #: of these, of shared experts
 
 
 # Millions of weights. Experts: 3 x hidden x intermediate. Others: published totals less the experts; for
 # Gemma-4 the shape was not at hand, and the experts are what 26 B less 3 B leaves for 30 x 128.
 _PUBLISHED: dict[str, _Published] = {
-    "deepseek-v2-lite": _Published(3 * 2048 * 1408, 1.1e9),
+    "deepseek-v2-lite": _Published(3 * 2048 * 1408, 1.1e9, 26 * 2 * 3 * 2048 * 1408),
     "olmoe": _Published(3 * 2048 * 1024, 0.4e9),
     "qwen3-30b": _Published(3 * 2048 * 768, 1.2e9),
     "gpt-oss-120b": _Published(3 * 2880 * 2880, 1.5e9),
@@ -77,6 +79,7 @@ def of_trace(trace: Trace, name: str, bits: float = DEFAULT_BITS) -> Shape:
                 name=key,
                 slab_bytes=(per_expert,) * trace.ids.shape[0],
                 other_bytes=model.other_weights * bits / 8,
+                shared_bytes=model.shared_weights * bits / 8,
                 n_experts=trace.n_expert,
                 top_k=trace.top_k,
             )
@@ -106,6 +109,7 @@ def of_gguf(path: str | os.PathLike[str]) -> Shape:
         other_bytes=float(summary["other_bytes"] - summary["table_bytes"]),
         n_experts=int(summary["n_expert"]),
         top_k=int(summary["n_expert_used"]),
+        shared_bytes=float(summary["shared_bytes"]),
         table_bytes=float(summary["table_bytes"]),
         types={name.upper(): size for name, size in types.items()},
     )

@@ -19,6 +19,8 @@ struct Case {
     int32_t layers = 1;
     int32_t top_k = 1;
     int32_t experts = 4;
+    double other = 0.0;  ///< bytes
+    double shared = 0.0; ///< of these
     Machine machine{.has_device = true,
                     .host = {.stream = 20.0, .row = 20.0, .call = 0.0},
                     .device = {.stream = 100.0, .row = 1e12, .call = 0.0},
@@ -29,7 +31,7 @@ struct Case {
 
     [[nodiscard]] Result<SimResult> result(const SimOptions &options) const {
         const int32_t tokens = static_cast<int32_t>(ids.size()) / layers / top_k;
-        const Model model{std::vector<double>(static_cast<size_t>(layers), 10.0), 0.0};
+        const Model model{std::vector<double>(static_cast<size_t>(layers), 10.0), other, shared};
         return simulate({ids, {}, lens, layers, tokens, top_k, experts}, machine, model, options);
     }
     [[nodiscard]] SimResult run(const SimOptions &options) const {
@@ -64,19 +66,36 @@ TEST(without_a_device_memory_is_the_pool) {
     c.machine.has_device = false;
     c.machine.disk.latency = 0.25;
     const SimResult r = c.run({.strategy = "lru", .slots = 2});
-    CHECK(near(r.seconds, 2 * 1.25 + 3 * 0.5));
-    c.machine.contention = 0.1; // nothing runs beside the arithmetic
-    CHECK(near(c.run({.strategy = "lru", .slots = 2}).seconds, 2 * 1.25 + 3 * 0.5));
+    // Of a miss, the first two parts are computed while the next one is read.
+    CHECK(near(r.seconds, 2 * (1.25 + 0.5 / 3) + 0.5));
+    c.machine.contention = 0.1; // slower, and still done before the next part arrives
+    CHECK(near(c.run({.strategy = "lru", .slots = 2}).seconds, 2 * (1.25 + 0.5 / 3) + 0.5));
+}
+
+TEST(a_shared_expert_is_computed_while_a_miss_is_read) {
+    Case c{{0, 0}, {2}};
+    c.machine.has_device = false;
+    c.other = 8.0;
+    const double apart = c.run({.strategy = "lru", .slots = 2}).seconds;
+    CHECK(near(apart, 2 * 0.4 + (1.0 + 0.5 / 3) + 0.5));
+    c.shared = 4.0; // .2 s of the .4, of which the miss hides all
+    const SimResult r = c.run({.strategy = "lru", .slots = 2});
+    CHECK(near(r.seconds, apart - 0.2));
+    CHECK(near(r.other_seconds, 2 * 0.4));
+    c.shared = 9.0;
+    CHECK(!c.result({.strategy = "lru", .slots = 2}).ok());
 }
 
 TEST(residents_are_computed_while_a_miss_is_read) {
     Case c{{0, 1, 0, 2}, {2}, 1, 2};
     c.machine.has_device = false;
     c.machine.contention = 0.2;
-    // Both miss: 1 + .5 * 1.2 (the other read runs) ends at 1.6, the second arrives at 2: 2.5.
-    // Then one hit beside one read: the hit takes .6, the read 1, the miss .5.
+    // Both miss. Their parts arrive in turn, every 1/3 s, and each takes .2 while reads run: the last one
+    // arrives at 2 and takes .5 / 3.
+    // Then one hit beside one read. The hit's parts take .2 each, the miss's arrive at 1/3, 2/3 and 1:
+    // .2, .533, .733, .933, 1.133, and the last one .5 / 3.
     const SimResult r = c.run({.strategy = "lru", .slots = 4});
-    CHECK(near(r.seconds, 2.5 + 1.5));
+    CHECK(near(r.seconds, 2.0 + 0.5 / 3 + 1.0 / 3 + 4 * 0.2 + 0.5 / 3));
 }
 
 TEST(the_host_computes_misses) {
@@ -200,7 +219,7 @@ TEST(batches_share_experts) {
     CHECK_EQ(r.hits, 1);
     c.machine.has_device = false; // further rows cost arithmetic
     c.machine.host.row = 40.0;    // .25 + .25 per row
-    CHECK(near(c.run({.strategy = "lru", .slots = 4, .batch = 2}).seconds, 1.0 + 0.75 + 1.0 + 0.5));
+    CHECK(near(c.run({.strategy = "lru", .slots = 4, .batch = 2}).seconds, 1.0 + 0.25 + 1.0 + 0.5 / 3));
 }
 
 TEST(drafts) {
