@@ -47,6 +47,8 @@ py::dict to_dict(const sim::SimResult &r) {
     out["device_busy"] = r.device_busy;
     out["host_busy"] = r.host_busy;
     out["total_seconds"] = r.total_seconds;
+    out["joules"] = r.joules;
+    out["prefill_joules"] = r.prefill_joules;
     return out;
 }
 
@@ -183,6 +185,9 @@ void bind_sim(py::module_ &m) {
         .def_readonly("stream", &sim::EngineSpec::stream)
         .def_readonly("row", &sim::EngineSpec::row)
         .def_readonly("call", &sim::EngineSpec::call);
+    py::class_<sim::PowerSpec>(sim, "PowerSpec", "Watts; see cpp/sim/machine.h.")
+        .def(py::init<double, double, double, double, double>(), py::kw_only(), py::arg("idle") = 0.0,
+             py::arg("host") = 0.0, py::arg("device") = 0.0, py::arg("link") = 0.0, py::arg("disk") = 0.0);
     py::class_<sim::Machine>(sim, "Machine")
         .def(py::init<>())
         .def_readwrite("has_device", &sim::Machine::has_device)
@@ -191,7 +196,8 @@ void bind_sim(py::module_ &m) {
         .def_readwrite("link", &sim::Machine::link)
         .def_readwrite("disk", &sim::Machine::disk)
         .def_readwrite("layer_call", &sim::Machine::layer_call)
-        .def_readwrite("contention", &sim::Machine::contention);
+        .def_readwrite("contention", &sim::Machine::contention)
+        .def_readwrite("power", &sim::Machine::power);
     py::class_<sim::Model>(sim, "Model")
         .def(py::init<std::vector<double>, double, double>(), py::arg("slab_bytes"), py::arg("other_bytes"),
              py::arg("shared_bytes") = 0.0);

@@ -82,6 +82,10 @@ Status check_simulation(const Routing &r, const Machine &m, const Model &model, 
     if (!not_negative(model.other_bytes) || !not_negative(m.layer_call) || !not_negative(m.contention)) {
         return bad("other_bytes, layer_call and contention must be 0 or more");
     }
+    const PowerSpec &p = m.power;
+    for (const double watts : {p.idle, p.host, p.device, p.link, p.disk}) {
+        if (!not_negative(watts)) return bad("power must be 0 watts or more");
+    }
     if (o.slots < 1) return bad("slots must be at least 1");
     if (o.memory_slots < 0) return bad("memory_slots must be 0 or more");
     if (o.batch < 1 || o.batch > 64) return bad("batch must be 1 to 64");

@@ -31,6 +31,15 @@ struct EngineSpec {
     }
 };
 
+/// Watts. `idle`: of the whole machine, all the time; the others: what a part takes more while it is busy.
+struct PowerSpec {
+    double idle = 0.0;
+    double host = 0.0;
+    double device = 0.0;
+    double link = 0.0;
+    double disk = 0.0;
+};
+
 struct Machine {
     bool has_device = false; ///< false: memory is the fast pool, `disk` its link, `host` its engine
     EngineSpec host;
@@ -39,6 +48,7 @@ struct Machine {
     LinkSpec disk;           ///< file to memory
     double layer_call = 0.0; ///< seconds of each layer beside weights: norms, attention over the context, ...
     double contention = 0.0; ///< how much slower the host computes while a transfer runs: 0.05 is 5 %
+    PowerSpec power;         ///< zeros: not known
 };
 
 struct Model {

@@ -74,11 +74,14 @@ class Simulator {
     void sequence(int32_t from, int32_t to) {
         const int32_t prefill = o_.prefill < 0 ? to - from : std::min(o_.prefill, to - from);
         const double start = now_;
+        const double joules_before = joules();
         for (int32_t at = from; at < from + prefill; at += o_.prefill_batch) {
             pass(at, std::min(at + o_.prefill_batch, from + prefill), true);
         }
         result_.prefill_seconds += now_ - start;
         result_.prefill_tokens += prefill;
+        const double joules_between = joules();
+        result_.prefill_joules += joules_between - joules_before;
         tell_future(from + prefill, to);
         for (int32_t at = from + prefill; at < to;) {
             const double step_start = now_;
@@ -86,6 +89,16 @@ class Simulator {
             result_.seconds += now_ - step_start;
             ++result_.steps;
         }
+        result_.joules += joules() - joules_between;
+    }
+
+    /// Energy up to now. A transfer counts when it is begun.
+    [[nodiscard]] double joules() const {
+        const PowerSpec &watts = machine_.power;
+        const bool device = machine_.has_device;
+        return watts.idle * now_ + (device ? watts.device : watts.host) * beside_experts_ +
+               watts.device * result_.device_busy + watts.host * result_.host_busy +
+               (device ? watts.link : watts.disk) * tiers_.link().busy() + watts.disk * tiers_.disk().busy();
     }
 
     /// One decode step from token `at`; returns the token after it.
@@ -120,6 +133,7 @@ class Simulator {
         const double start = now_;
         for (int32_t j = 1; j <= drafted; ++j) {
             now_ += o_.draft_seconds;
+            beside_experts_ += o_.draft_seconds;
             tiers_.advance(now_);
             strategy.draft_token(steps_.guessed(at + j), r_.top_k);
             plan(r_.n_layers - 1, 1 + drafted, o_.draft_seconds * (drafted - j), nullptr);
@@ -192,6 +206,7 @@ class Simulator {
             const double takes = other(to - from);
             const double shared = shared_in_call(to - from);
             now_ += takes - shared;
+            beside_experts_ += takes;
             if (!prefill) result_.other_seconds += takes;
             tiers_.advance(now_);
             const policy::StrategyCall call = batch_.call(layer, from, to);
@@ -425,6 +440,7 @@ class Simulator {
     int32_t horizon_ = 0;
     double now_ = 0.0;
     double layer_seconds_ = 0.0;
+    double beside_experts_ = 0.0; ///< seconds of the main engine beside routed experts
     double acceptance_ = 0.75;
     policy::PlacementCosts costs_;
     std::vector<double> on_device_;

@@ -73,6 +73,8 @@ struct SimResult {
     double device_busy = 0.0;
     double host_busy = 0.0;
     double total_seconds = 0.0; ///< decode and prefill
+    double joules = 0.0;        ///< of decode, drafts included; 0 where the machine's power is not known
+    double prefill_joules = 0.0;
 };
 
 [[nodiscard]] Result<SimResult> simulate(const Routing &routing, const Machine &machine, const Model &model,

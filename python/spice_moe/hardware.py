@@ -58,6 +58,17 @@ class Engine:
 
 
 @dataclass(frozen=True)
+class Power:
+    """Watts. `idle`: of the whole machine, all the time; the others: what a part takes more while busy."""
+
+    idle: float = 0.0
+    host: float = 0.0
+    device: float = 0.0
+    link: float = 0.0
+    disk: float = 0.0
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One machine. `device` and `link` are None without a GPU."""
 
@@ -72,6 +83,7 @@ class Hardware:
     layer_call: float = 0.0  #: seconds of each layer beside its weights
     contention: float = 0.0  #: how much slower the host computes while a transfer runs
     spread: float = 0.3  #: relative half-width of the range that a forecast is given with
+    power: Power | None = None  #: None: not known, and no energy is reported
 
     def machine(self, *, use_device: bool = True, types: Mapping[str, float] | None = None) -> Any:
         """The simulator's form of it; without the device if `use_device` is False.
@@ -89,6 +101,8 @@ class Hardware:
             machine.link = _core.sim.LinkSpec(self.link.bandwidth, self.link.latency, self.link.chunk)
         machine.layer_call = self.layer_call
         machine.contention = self.contention
+        if self.power is not None:
+            machine.power = _core.sim.PowerSpec(**vars(self.power))
         return machine
 
     @property
@@ -131,6 +145,7 @@ def parse(text: str, where: str) -> Hardware:
     fields = _Fields(data, where)
     device = fields.table("device", required=False)
     link = fields.table("link", required=False)
+    power = fields.table("power", required=False)
     if (device is None) != (link is None):
         raise fields.wrong("device and link go together: give both or neither")
     memory = fields.table("memory")
@@ -149,8 +164,9 @@ def parse(text: str, where: str) -> Hardware:
         layer_call=fields.number("layer_us", 0.0) / 1e6,
         contention=fields.number("contention", 0.0),
         spread=fields.number("spread", 0.3),
+        power=power.power() if power else None,
     )
-    for part in (fields, memory, host, disk, device, link):
+    for part in (fields, memory, host, disk, device, link, power):
         if part is not None:
             part.all_known()
     return made
@@ -214,6 +230,9 @@ class _Fields:
     def speeds(self) -> dict[str, float]:
         return {name.upper(): self.number(name, positive=True) * GB for name in self._data}
 
+    def power(self) -> Power:
+        return Power(**{name: self.number(f"{name}_watts", 0.0) for name in vars(Power())})
+
     def link(self) -> Link:
         return Link(
             self.number("bandwidth_gbs", positive=True) * GB,
@@ -244,6 +263,8 @@ def to_toml(hardware: Hardware, comments: tuple[str, ...] = ()) -> str:
     if hardware.device is not None and hardware.link is not None:
         lines += ["", "[device]", f"bytes = {hardware.vram}", *_engine_lines(hardware.device)]
         lines += ["", "[link]", *_link_lines(hardware.link)]
+    if hardware.power is not None:
+        lines += ["", "[power]", *(f"{name}_watts = {w:.4g}" for name, w in vars(hardware.power).items())]
     return "\n".join(lines) + "\n"
 
 

@@ -72,6 +72,7 @@ class Run:
     device_busy: float
     other: float  #: seconds per token beside routed experts
     tokens_per_step: float
+    joules_per_token: float | None  #: of decode; None where the machine's power is not known
     counts: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,7 +188,7 @@ def _play(
     core.draft_seconds = cost * resident_tpot(machine, shape)
     if strategy not in DRAFT_COST and not o.draft:
         core.draft_seconds = 0.0
-    counts = _core.sim.simulate(
+    counts: dict[str, Any] = _core.sim.simulate(
         played.ids,
         played.lens,
         n_experts=played.n_expert,
@@ -198,10 +199,10 @@ def _play(
         predictions=played.predictions,
         chances=played.chances,
     )
-    return _summary(strategy, slots, shape, counts)
+    return _summary(strategy, slots, shape, counts, hardware.power is not None)
 
 
-def _summary(strategy: str, slots: int, shape: Shape, c: dict[str, Any]) -> Run:
+def _summary(strategy: str, slots: int, shape: Shape, c: dict[str, Any], power: bool) -> Run:
     uses = max(c["hits"] + c["late"] + c["misses"], 1)
     tokens = max(c["tokens"], 1)
     everything = max(c["tokens"] + c["prefill_tokens"], 1)
@@ -226,6 +227,7 @@ def _summary(strategy: str, slots: int, shape: Shape, c: dict[str, Any]) -> Run:
         device_busy=c["device_busy"] / seconds,
         other=c["other_seconds"] / tokens,
         tokens_per_step=c["tokens"] / max(c["steps"], 1),
+        joules_per_token=c["joules"] / tokens if power else None,
         counts=c,
     )
 

@@ -174,13 +174,14 @@ def _print(
         f"everything in it: {resident * 1e3:.2f} ms/token"
     )
     head = f"{'strategy':20}{'slots':>6}{'ms/token':>10}{'tokens/s':>10}{'hit':>7}{'late':>7}{'miss':>7}"
-    print(f"{head}{'fetched':>9}{'host':>7}{'ahead':>7}{'used':>7}{'MB/token':>10}{'link':>7}")
+    print(f"{head}{'fetched':>9}{'host':>7}{'ahead':>7}{'used':>7}{'MB/token':>10}{'link':>7}{'J/token':>9}")
     for one in runs:
         print(
             f"{one.strategy:20}{one.share:6.0%}{one.tpot * 1e3:10.2f}{1 / one.tpot if one.tpot else 0:10.1f}"
             f"{one.hit_rate:7.3f}{one.late_rate:7.3f}{one.miss_rate:7.3f}{one.fetch_rate:9.3f}"
             f"{one.host_rate:7.3f}{one.ahead_per_token:7.1f}{one.ahead_used:7.2f}"
             f"{one.link_bytes_per_token / 1e6:10.1f}{one.link_busy:7.2f}"
+            f"{'-' if one.joules_per_token is None else format(one.joules_per_token, '.3g'):>9}"
         )
 
 

@@ -27,7 +27,8 @@ struct Case {
                     .link = {.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0},
                     .disk = {.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0},
                     .layer_call = 0.0,
-                    .contention = 0.0};
+                    .contention = 0.0,
+                    .power = {}};
 
     [[nodiscard]] Result<SimResult> result(const SimOptions &options) const {
         const int32_t tokens = static_cast<int32_t>(ids.size()) / layers / top_k;
@@ -48,6 +49,23 @@ bool near(double a, double b) {
 }
 
 } // namespace
+
+TEST(energy) {
+    Case c{{0, 1, 0, 2, 0}, {5}};
+    CHECK_EQ(c.run({.strategy = "lru", .slots = 2}).joules, 0.0); // nobody said what anything takes
+    c.machine.power = {.idle = 10.0, .host = 1000.0, .device = 4.0, .link = 2.0, .disk = 1000.0};
+    c.machine.layer_call = 0.1; // beside the experts, on the device
+    const SimResult r = c.run({.strategy = "lru", .slots = 2});
+    CHECK(near(r.seconds, 3 * 1.0 + 5 * 0.2));
+    CHECK(near(r.joules, 10.0 * 4.0 + 4.0 * (5 * 0.1 + 5 * 0.1) + 2.0 * 3.0));
+    CHECK_EQ(r.prefill_joules, 0.0);
+    const SimResult split = c.run({.strategy = "lru", .slots = 2, .prefill = 2, .prefill_batch = 1});
+    CHECK(near(split.joules + split.prefill_joules, r.joules));
+    CHECK(near(split.prefill_joules, 10.0 * 2.4 + 4.0 * 0.4 + 2.0 * 2.0)); // two loads, two tokens
+    c.machine.has_device = false; // the host computes, the disk loads
+    const SimResult host = c.run({.strategy = "lru", .slots = 2});
+    CHECK(near(host.joules, 10.0 * host.seconds + 1000.0 * (5 * 0.6) + 1000.0 * 3.0));
+}
 
 TEST(a_cache) {
     const Case c{{0, 1, 0, 2, 0}, {5}};

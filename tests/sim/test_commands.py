@@ -29,6 +29,8 @@ def test_every_strategy_on_every_preset(recorded: Path, capsys: pytest.CaptureFi
         runs = {one["strategy"]: one for one in report["runs"]}
         assert set(runs) == set(sim.strategies())
         assert all(one["tpot"] > 0 for one in runs.values())
+        idle = hardware.load(name).power.idle
+        assert all(one["joules_per_token"] > idle * one["tpot"] for one in runs.values())
         assert runs["belady"]["miss_rate"] <= runs["lru"]["miss_rate"]
 
 
@@ -38,6 +40,7 @@ def test_the_table(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "RTX 4060" in lines[0]
     assert [line.split()[0] for line in lines[2:]] == ["spice", "lru"] * 4
+    assert lines[1].split()[-1] == "J/token" and float(lines[2].split()[-1]) > 0
 
 
 def test_refusals(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

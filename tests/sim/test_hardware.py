@@ -30,6 +30,8 @@ def test_presets(name: str) -> None:
     assert hardware.parse(hardware.to_toml(machine), name) == machine
     core = machine.machine()
     assert core.has_device == machine.has_device
+    assert machine.power is not None and machine.power.idle > 0
+    assert (machine.power.device > 0) == machine.has_device
     assert machine.machine(use_device=False).has_device is False
 
 
@@ -47,6 +49,9 @@ def test_units(tmp_path: Path) -> None:
     assert machine.disk == hardware.Link(2e9, pytest.approx(80e-6), 2**20)
     assert machine.layer_call == pytest.approx(50e-6)
     assert not machine.has_device
+    assert machine.power is None
+    watts = hardware.parse(GOOD + "[power]\nidle_watts = 8\nhost_watts = 25", "mine").power
+    assert watts == hardware.Power(idle=8, host=25)
 
 
 def test_speed_by_quantisation() -> None:
@@ -73,6 +78,8 @@ def test_speed_by_quantisation() -> None:
         (("[disk]", "[link]\nbandwidth_gbs = 9\n[disk]"), "device and link go together"),
         (("[memory]", "[memory"), "not TOML"),
         (("[disk]", "[host.types]\nQ4_K = 0\n[disk]"), "Q4_K must be above 0"),
+        (("[disk]", "[power]\nidle_watts = -1\n[disk]"), r"\[power\]: idle_watts must be 0 or more"),
+        (("[disk]", "[power]\ngpu_watts = 1\n[disk]"), "unknown: gpu_watts"),
     ],
 )
 def test_what_is_wrong_is_named(change: tuple[str, str], message: str) -> None:
