@@ -3,10 +3,12 @@
 MODEL should have planted routing (models/synth.py --like), so that its routing follows the text. Steps:
  1. the routing of the text is recorded (stock llama.cpp);
  2. decode is measured at each budget as bench/ram_pressure.py does, a fresh process and a cold page cache
-    each time, nothing loaded ahead; once with everything in memory;
- 3. the simulator plays the same tokens. From the run with everything in memory it takes the CPU's speed, from
-    the others nothing but the disk's bandwidth (bytes read per second with a read running).
-Printed is simulated / measured for each budget: the goal is 0.85 to 1.15. Needs a quiet machine.
+    each time, nothing loaded ahead; and once with everything in memory;
+ 3. the simulator plays the same tokens. It is told the CPU's speed, from the one run with everything in
+    memory; how much reads slow it down, from a probe; and the disk's speed, from probes right before and
+    after each run, because a shared disk changes from minute to minute. Of the runs themselves nothing.
+Printed is simulated / measured for each budget: the goal is 0.85 to 1.15. Needs a quiet machine. With --keep
+FILE what was measured is kept there, and only what is missing is measured: a long list in several goes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from typing import Any
 
 from decoding import PROMPT
 from ram_pressure import drop_from_page_cache
-from spice_moe import hardware, sim, sim_models, trace
+from spice_moe import hardware, probe, sim, sim_models, trace
+
+PARTS = 3  #: reads of an expert: gate, up, down
+ALIGNMENT = 4096
 
 
 def record(model: Path, text: Path, tokens: int) -> trace.Trace:
@@ -52,6 +57,56 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+class Measured:
+    """The measured runs, as far as there are any; `file` keeps them."""
+
+    def __init__(self, args: argparse.Namespace, part_bytes: int) -> None:
+        self._args, self._part_bytes, self._file = args, part_bytes, args.keep
+        self._done: dict[str, Any] = {}
+        if self._file is not None and self._file.exists():
+            self._done = json.loads(self._file.read_text("utf-8"))
+
+    def _once(self, key: str, make: Any) -> Any:
+        if key not in self._done:
+            self._done[key] = make()
+            if self._file is not None:
+                self._file.write_text(json.dumps(self._done), "utf-8")
+        return self._done[key]
+
+    def _disk(self) -> dict[str, Any]:
+        return vars(probe.disk_link(self._args.model, self._part_bytes // ALIGNMENT * ALIGNMENT))
+
+    def contention(self, types: dict[str, float]) -> float:
+        """How much reads slow the CPU down, on the quantisation that the model has most of."""
+        most = max(types, key=lambda name: types[name])
+        return self._once("contention", lambda: probe.contention(self._args.model, most))
+
+    def run(self, strategy: str, percent: float, *, twice: bool = False) -> dict[str, Any]:
+        """One run, with the disk's speed around it."""
+        return self._once(f"{strategy} {percent:g} %", lambda: self._run(strategy, percent / 100, twice))
+
+    def _run(self, strategy: str, share: float, twice: bool) -> dict[str, Any]:
+        args = self._args
+        job = dict(model=str(args.model), kind="spice", threads=args.threads, text=str(args.text),
+                   prefills=[], warm=args.warm, decode=args.decode,
+                   strategy=strategy, budget=share, twice=twice)  # fmt: skip
+        drop_from_page_cache([args.model])
+        before = self._disk()
+        command = [sys.executable, __file__, "--worker", json.dumps(job)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        report = json.loads(done.stdout)
+        counters = report["counters"]
+        return {
+            "tpot": report["seconds"] / args.decode,
+            "slots": report["slots"],
+            "miss_rate": counters["experts_missed"] / max(counters["experts_requested"], 1),
+            "stalled": counters["stall_seconds"] / args.decode,
+            "read_seconds": counters["read_seconds"] / args.decode,
+            "bytes": counters["bytes_read"] / args.decode,
+            "disk": [before, self._disk()],
+        }
+
+
 def simulated(
     routing: trace.Trace,
     machine: hardware.Hardware,
@@ -59,17 +114,37 @@ def simulated(
     strategy: str,
     slots: int,
     warm: int,
-) -> float:
-    """Seconds per counted token: all decoded tokens less those of the warm-up."""
+) -> dict[str, float]:
+    """Of the counted tokens, all decoded ones less those of the warm-up: seconds per token, misses."""
     options = sim.Options(prefill=PROMPT, predictor="replay", recall=(0.0,) * 6)
-    seconds = []
-    for tokens in (PROMPT + warm, 0):
-        one = sim.run(
+    warm_up, whole = (
+        sim.run(
             routing, machine, shape, strategy, slots=slots, use_device=False, options=options, tokens=tokens
-        )
-        seconds.append((one.counts["seconds"], one.counts["tokens"]))
-    (before, few), (after, all_of_them) = seconds
-    return (after - before) / (all_of_them - few)
+        ).counts
+        for tokens in (PROMPT + warm, 0)
+    )
+    counted = {key: whole[key] - warm_up[key] for key in ("seconds", "tokens", "hits", "misses", "late")}
+    uses = counted["hits"] + counted["misses"] + counted["late"]
+    return {"tpot": counted["seconds"] / counted["tokens"], "miss_rate": counted["misses"] / max(uses, 1)}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=[20, 30, 40, 50, 70], help="budgets, %% of experts"
+    )
+    parser.add_argument("--strategies", nargs="+", default=["spice"])
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
+    parser.add_argument("--warm", type=int, default=32, help="decoded tokens before the counted ones")
+    parser.add_argument("--decode", type=int, default=64, help="counted tokens")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--trace", type=Path, help="the routing of the text, if it was recorded before")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="of what was measured")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,74 +152,56 @@ def main(argv: list[str] | None = None) -> int:
     if sys.argv[1:2] == ["--worker"]:
         print(json.dumps(work(json.loads(sys.argv[2]))))
         return 0
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, metavar="MODEL")
-    parser.add_argument(
-        "--shares", nargs="+", type=float, default=[20, 30, 50, 70], help="budgets, %% of experts"
-    )
-    parser.add_argument("--strategies", nargs="+", default=["spice", "lru"])
-    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
-    parser.add_argument("--warm", type=int, default=32, help="decoded tokens before the counted ones")
-    parser.add_argument("--decode", type=int, default=64, help="counted tokens")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-
+    args = parse(argv)
     shape = sim_models.of_gguf(args.model)
-    routing = record(args.model, args.text, PROMPT + args.warm + args.decode)
+    tokens = PROMPT + args.warm + args.decode
+    routing = trace.load(args.trace) if args.trace else record(args.model, args.text, tokens)
     sim_models.check(shape, routing, str(args.text))
-    job = dict(model=str(args.model), kind="spice", threads=args.threads, text=str(args.text), prefills=[],
-               warm=args.warm, decode=args.decode)  # fmt: skip
-
-    def measure(strategy: str, share: float, *, twice: bool = False) -> dict[str, Any]:
-        drop_from_page_cache([args.model])
-        command = [sys.executable, __file__, "--worker"]
-        text = json.dumps(job | dict(strategy=strategy, budget=share, twice=twice))
-        done = subprocess.run([*command, text], stdout=subprocess.PIPE, text=True, check=True)
-        report = json.loads(done.stdout)
-        counters = report["counters"]
-        return {
-            "tpot": report["seconds"] / args.decode,
-            "slots": report["slots"],
-            "miss_rate": counters["experts_missed"] / max(counters["experts_requested"], 1),
-            "bandwidth": max(counters["bytes_read"], 1) / max(counters["read_seconds"], 1e-9),
-        }
+    measured = Measured(args, int(max(shape.slab_bytes) / PARTS))
 
     # With everything in memory, time per token is the CPU's.
-    full = measure(args.strategies[0], 1.0, twice=True)
+    slower = measured.contention(dict(shape.types))
+    full = measured.run(args.strategies[0], 100, twice=True)
     stream = (shape.other_bytes + shape.top_k * sum(shape.slab_bytes)) / full["tpot"]
     rows = []
     for strategy in args.strategies:
         for share in args.shares:
-            measured = measure(strategy, share / 100)
+            run = measured.run(strategy, share)
+            before, after = (hardware.Link(**one) for one in run["disk"])
+            disk = hardware.Link(
+                bandwidth=(before.bandwidth + after.bandwidth) / 2,
+                latency=(before.latency + after.latency) / 2,
+                chunk=before.chunk,
+                in_flight=max(before.in_flight, after.in_flight),
+            )
             machine = hardware.Hardware(
                 name="this machine",
-                note="from the measured runs",
+                note="from a probe and one run",
                 memory=0,
-                host=hardware.Engine(stream, stream * 1.6),
-                disk=hardware.Link(measured["bandwidth"]),
+                host=hardware.Engine(stream, stream * probe.ROW_GAIN),
+                disk=disk,
+                contention=slower,
             )
-            slots = measured["slots"]
-            tpot = simulated(routing, machine, shape, strategy, slots, args.warm)
-            rows.append({"strategy": strategy, "share": share, "simulated": tpot, **measured})
+            ours = simulated(routing, machine, shape, strategy, run["slots"], args.warm)
+            rows.append({"strategy": strategy, "share": share, "simulated": ours, **run, "disk": vars(disk)})
     if args.json:
-        print(
-            json.dumps(
-                {"config": {k: str(v) for k, v in vars(args).items()}, "full": full, "rows": rows}, indent=1
-            )
-        )
+        config = {key: str(value) for key, value in vars(args).items()}
+        print(json.dumps({"config": config, "contention": slower, "full": full, "rows": rows}, indent=1))
         return 0
-    print(f"{args.model.name}: {full['tpot'] * 1e3:.1f} ms/token with every expert in memory")
     print(
-        f"{'strategy':14}{'slots':>6}{'measured ms':>13}{'simulated ms':>14}{'ratio':>7}{'missed':>8}"
-        f"{'GB/s':>7}"
+        f"{args.model.name}: {full['tpot'] * 1e3:.1f} ms/token with every expert in memory "
+        f"({stream / 1e9:.1f} GB/s), {slower:.0%} slower while the disk reads"
+    )
+    print(
+        f"{'strategy':10}{'slots':>7}{'measured ms':>13}{'simulated ms':>14}{'ratio':>7}"
+        f"{'missed':>8}{'simulated':>11}{'disk GB/s':>11}{'ms':>8}"
     )
     for row in rows:
+        ours = row["simulated"]
         print(
-            f"{row['strategy']:14}{row['share']:5.0f}%{row['tpot'] * 1e3:13.1f}{row['simulated'] * 1e3:14.1f}"
-            f"{row['simulated'] / row['tpot']:7.2f}{row['miss_rate']:8.3f}{row['bandwidth'] / 1e9:7.2f}"
+            f"{row['strategy']:10}{row['share']:6.0f}%{row['tpot'] * 1e3:13.1f}{ours['tpot'] * 1e3:14.1f}"
+            f"{ours['tpot'] / row['tpot']:7.2f}{row['miss_rate']:8.3f}{ours['miss_rate']:11.3f}"
+            f"{row['disk']['bandwidth'] / 1e9:11.2f}{row['disk']['latency'] * 1e3:8.2f}"
         )
     return 0
 

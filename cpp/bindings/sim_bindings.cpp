@@ -178,8 +178,8 @@ void bind_sim(py::module_ &m) {
         py::arg("type"), py::kw_only(), py::arg("n_threads"), py::arg("seconds"), py::arg("bytes"),
         "Bytes of weights of a type, \"Q4_K\", that ggml's dot products go through in a second.");
     py::class_<sim::LinkSpec>(sim, "LinkSpec", "Bytes per second, seconds, bytes; see cpp/sim/machine.h.")
-        .def(py::init<double, double, double>(), py::arg("bandwidth"), py::arg("latency") = 0.0,
-             py::arg("chunk") = 0.0);
+        .def(py::init<double, double, double, int32_t>(), py::arg("bandwidth"), py::arg("latency") = 0.0,
+             py::arg("chunk") = 0.0, py::arg("in_flight") = 1);
     py::class_<sim::EngineSpec>(sim, "EngineSpec")
         .def(py::init<double, double, double>(), py::arg("stream"), py::arg("row"), py::arg("call") = 0.0)
         .def_readonly("stream", &sim::EngineSpec::stream)

@@ -66,7 +66,7 @@ Status check_simulation(const Routing &r, const Machine &m, const Model &model, 
         return positive(e.stream) && positive(e.row) && e.row >= e.stream && not_negative(e.call);
     };
     const auto link_ok = [&](const LinkSpec &l) {
-        return positive(l.bandwidth) && not_negative(l.latency) && not_negative(l.chunk);
+        return positive(l.bandwidth) && not_negative(l.latency) && not_negative(l.chunk) && l.in_flight >= 1;
     };
     if (!engine_ok(m.host)) return bad("host: stream must be above 0, row at least stream, call 0 or more");
     if (m.has_device && !engine_ok(m.device)) {

@@ -36,12 +36,17 @@ class Link {
     /// A transfer that goes first, not before `ready`. Returns when it ends.
     double demand(double ready, double bytes) {
         const double start = std::max(free_at_, ready);
-        const double takes = spec_.seconds(bytes);
+        const bool follows = spec_.in_flight > 1 && demanded_ && free_at_ >= ready;
+        const double takes = spec_.seconds(bytes) - (follows ? spec_.latency : 0.0);
+        demanded_ = true;
         busy_ += takes;
         free_at_ = start + takes;
         ahead_.reset();
         return free_at_;
     }
+
+    /// Bytes per second, and how many reads share them.
+    [[nodiscard]] const LinkSpec &spec() const { return spec_; }
 
     /// When a demand that comes now can begin.
     [[nodiscard]] double free_for_demand(double now) const {
@@ -111,6 +116,7 @@ class Link {
             free_at_ = at + takes;
             ahead_ = load.id;
             ahead_start_ = at;
+            demanded_ = false;
             lands(load.id, free_at_);
         }
     }
@@ -153,6 +159,7 @@ class Link {
     LinkSpec spec_;
     double free_at_ = 0.0;
     double busy_ = 0.0;
+    bool demanded_ = false;               ///< the last transfer was a demand
     std::optional<policy::SlabId> ahead_; ///< the last transfer, if it is a load ahead
     double ahead_start_ = 0.0;
     std::optional<Interrupted> interrupted_;

@@ -16,6 +16,9 @@ struct LinkSpec {
     double bandwidth = 0.0; ///< bytes per second
     double latency = 0.0;   ///< seconds that each transfer adds
     double chunk = 0.0;     ///< bytes; a demand interrupts a load ahead at multiples of it. 0: never
+    /// Reads that share the bandwidth at a time. Above 1, a transfer that follows another one has no latency
+    /// of its own, and parts of slabs that are read at the same time arrive at the same time.
+    int32_t in_flight = 1;
     [[nodiscard]] double seconds(double bytes) const { return latency + bytes / bandwidth; }
 };
 

@@ -8,6 +8,7 @@
 #include "sim/tiers.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <utility>
@@ -356,10 +357,12 @@ class Simulator {
 
     /// Without a device, and with a slot for every expert of the call: as the runtime does it. Projection by
     /// projection (gate, up, down, a third of the bytes each), each expert's part as it arrives, those that
-    /// are there first. Reads are made in that order, too: the first parts of all, then the second ones.
+    /// are there first. Reads are made in that order, too, the first parts of all, then the second ones; as
+    /// many as are in flight share the bandwidth, and so end together.
     double compute_in_parts(const policy::StrategyCall &call, double bytes) {
-        constexpr double n_parts = 3.0;
         const policy::ExpertCost cost = machine_.host.cost(bytes);
+        const LinkSpec &disk = tiers_.link().spec();
+        const double part_seconds = bytes / n_parts / disk.bandwidth;
         fetches_.clear();
         late_.clear();
         arriving_.clear();
@@ -370,30 +373,32 @@ class Simulator {
             } else if (arrives > now_) {
                 late_.push_back({arrives, i});
             } else {
-                arriving_.push_back({.expert = i, .first = now_, .step = 0.0});
+                arriving_.push_back({i, {now_, now_, now_}});
             }
         }
         std::sort(late_.begin(), late_.end());
-        const double seconds = tiers_.link().seconds(bytes);
         for (const auto &[arrives, i] : late_) {
-            const double part = seconds / n_parts;
-            arriving_.push_back({.expert = i, .first = arrives - 2.0 * part, .step = part});
+            arriving_.push_back({i, {arrives - 2.0 * part_seconds, arrives - part_seconds, arrives}});
         }
         double end = now_;
         for (const int32_t i : fetches_) {
             end = tiers_.to_fast({call.group, call.experts[static_cast<size_t>(i)]}, now_, now_);
         }
-        const auto n = static_cast<double>(fetches_.size());
-        const double step = seconds / n_parts; // of one part; the reads end at `end`
-        for (size_t j = 0; j < fetches_.size(); ++j) {
-            const double first = end - step * (3.0 * n - static_cast<double>(j) - 1.0);
-            arriving_.push_back(
-                {.expert = static_cast<size_t>(fetches_[j]), .first = first, .step = n * step});
+        const size_t n = fetches_.size();
+        const auto together = static_cast<size_t>(disk.in_flight);
+        for (size_t j = 0; j < n; ++j) {
+            Arriving it{static_cast<size_t>(fetches_[j]), {}};
+            for (size_t part = 0; part < n_parts; ++part) {
+                const size_t turn = part * n + j;
+                const size_t done = std::min((turn / together + 1) * together, n_parts * n);
+                it.parts[part] = end - static_cast<double>(n_parts * n - done) * part_seconds;
+            }
+            arriving_.push_back(it);
         }
         double at = now_ + machine_.host.call + shared_in_call(call.n_rows);
-        for (double part = 0.0; part < n_parts; part += 1.0) {
+        for (size_t part = 0; part < n_parts; ++part) {
             for (const Arriving &it : arriving_) {
-                at = std::max(at, it.first + part * it.step);
+                at = std::max(at, it.parts[part]);
                 const double takes = cost.at(call.rows[it.expert]) / n_parts * slowed(at);
                 at += takes;
                 result_.host_busy += takes;
@@ -447,10 +452,10 @@ class Simulator {
     std::vector<double> in_memory_;
     std::vector<Place> places_;
     std::vector<std::pair<double, size_t>> late_;
+    static constexpr size_t n_parts = 3; ///< of an expert: gate, up, down
     struct Arriving {
-        size_t expert = 0;  ///< of the call
-        double first = 0.0; ///< when its first part is there
-        double step = 0.0;  ///< between its parts
+        size_t expert = 0; ///< of the call
+        std::array<double, n_parts> parts = {};
     };
     std::vector<Arriving> arriving_; ///< in the order in which they are computed
     std::vector<int32_t> fetches_;

@@ -36,6 +36,7 @@ class Link:
     bandwidth: float
     latency: float = 0.0
     chunk: float = 0.0  #: a demand interrupts a load ahead at multiples of it; 0: never
+    in_flight: int = 1  #: reads that share the bandwidth; the latency is that of the first of a burst then
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Hardware:
         machine = _core.sim.Machine()
         host = self.host.of(types or {})
         machine.host = _core.sim.EngineSpec(host.stream, host.row, host.call)
-        machine.disk = _core.sim.LinkSpec(self.disk.bandwidth, self.disk.latency, self.disk.chunk)
+        disk = self.disk
+        machine.disk = _core.sim.LinkSpec(disk.bandwidth, disk.latency, disk.chunk, disk.in_flight)
         if use_device and self.device is not None and self.link is not None:
             machine.has_device = True
             device = self.device.of(types or {})
@@ -238,6 +240,7 @@ class _Fields:
             self.number("bandwidth_gbs", positive=True) * GB,
             self.number("latency_us", 0.0) / 1e6,
             float(self.size("chunk", "0")),
+            max(1, int(self.number("in_flight", 1.0))),
         )
 
     def all_known(self) -> None:
@@ -281,4 +284,5 @@ def _link_lines(link: Link) -> list[str]:
         f"bandwidth_gbs = {link.bandwidth / GB:.4g}",
         f"latency_us = {link.latency * 1e6:.4g}",
         f"chunk = {int(link.chunk)}",
+        *([f"in_flight = {link.in_flight}"] if link.in_flight > 1 else []),
     ]

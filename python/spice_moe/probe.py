@@ -23,8 +23,9 @@ from .hardware import Engine, Hardware, Link
 
 BLOCK = 2 * 2**20  #: bytes per read; SPICE reads experts, a few MB each
 IN_FLIGHT = 4
-DISK_SECONDS = 3.0
-DISK_BYTES = 2**30
+FEW, MANY = 3, 12  #: reads of a burst
+DISK_SECONDS = 2.4
+HUGE_PAGE = 2 << 20
 MEMORY_BYTES = 192 * 2**20
 #: Quantisations that are timed when no model says which it has.
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_1", "Q5_0", "Q4_0", "IQ4_XS", "MXFP4", "F16")
@@ -53,7 +54,7 @@ def measure(model: Path | None, types: Iterable[str] = TYPES, *, progress: bool 
     speeds = dot_speeds(types)
     usual = statistics.median(speeds.values()) if speeds else stream * VEC_DOT_SHARE
     _bar(show, 0.5, "disk")
-    disk = disk_bandwidth(model) if model is not None else UNKNOWN_DISK
+    disk = disk_link(model) if model is not None else Link(UNKNOWN_DISK, 100e-6, 2**20, IN_FLIGHT)
     slower = UNKNOWN_CONTENTION
     if model is not None and speeds:
         _bar(show, 0.9, "both")
@@ -67,7 +68,7 @@ def measure(model: Path | None, types: Iterable[str] = TYPES, *, progress: bool 
         note=f"{source} by spice-plan; no GPU measured",
         memory=free_memory().bytes,
         host=Engine(usual, usual * ROW_GAIN, 10e-6, speeds),
-        disk=Link(disk, 100e-6, 2**20),
+        disk=disk,
         layer_call=60e-6,
         contention=slower,
         spread=0.35,
@@ -98,9 +99,66 @@ def dot_speeds(types: Iterable[str]) -> dict[str, float]:
     return speeds
 
 
-def disk_bandwidth(path: Path, seconds: float = DISK_SECONDS) -> float:
-    """Bytes per second of reads past the page cache, several in flight, spread over the file."""
-    return _read(path, seconds, threading.Event())
+def disk_link(path: Path, block: int = BLOCK) -> Link:
+    """How the disk answers bursts of reads past the page cache, as layers with misses make them.
+
+    Bursts of few and of many reads of `block` bytes at random places, each from an idle disk, with 2, 4 and 8
+    in flight: the best of them. The latency is what a burst takes beside its bytes.
+    """
+    file, blocks = _open(path, block)
+    try:
+        if blocks < FEW + MANY:
+            return Link(UNKNOWN_DISK, 100e-6, 2**20, IN_FLIGHT)
+        tried = []
+        for in_flight in (2, 4, 8):
+            few, many = _bursts(file, blocks, block, in_flight)
+            bandwidth = (MANY - FEW) * block / max(many - few, 0.1 * many)
+            tried.append((many, Link(bandwidth, max(few - FEW * block / bandwidth, 0.0), 2**20, in_flight)))
+    except OSError as error:
+        raise SpiceIOError(f"{path}: cannot time its reads: {error}") from error
+    finally:
+        os.close(file)
+    return min(tried, key=lambda one: one[0])[1]
+
+
+def _bursts(file: int, blocks: int, block: int, in_flight: int) -> tuple[float, float]:
+    """Seconds of a burst of few and of many reads; medians."""
+    random = np.random.default_rng()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(in_flight))
+        rooms = [stack.enter_context(mmap.mmap(-1, -(-block // HUGE_PAGE) * HUGE_PAGE)) for _ in range(MANY)]
+        for room in rooms:
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # as the pool has: into small pages a disk may be half as fast
+                with contextlib.suppress(OSError):
+                    room.madvise(mmap.MADV_HUGEPAGE)
+            room[:] = bytes(len(room))
+
+        def read(job: tuple[int, int]) -> None:
+            with memoryview(rooms[job[0]]) as view, view[:block] as part:
+                os.preadv(file, [part], job[1] * block)
+
+        took: dict[int, list[float]] = {FEW: [], MANY: []}
+        end = time.perf_counter() + DISK_SECONDS / 3
+        while time.perf_counter() < end or not took[MANY]:
+            for count, seconds in took.items():
+                jobs = list(enumerate(random.integers(0, blocks, count).tolist()))
+                start = time.perf_counter()
+                list(pool.map(read, jobs))
+                seconds.append(time.perf_counter() - start)
+        return statistics.median(took[FEW]), statistics.median(took[MANY])
+
+
+def _open(path: Path, block: int) -> tuple[int, int]:
+    """The file, open for direct reads if there are any, and how many blocks it has."""
+    if not path.is_file():
+        raise SpiceFileNotFoundError(f"no such file: {path}")
+    try:
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system without direct reads: drop the file from the page cache first
+        file = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    return file, path.stat().st_size // block
 
 
 def contention(path: Path, name: str) -> float:
@@ -118,40 +176,22 @@ def contention(path: Path, name: str) -> float:
     return max(alone / speeds[1] - 1, 0.0)
 
 
-def _read(path: Path, seconds: float, stop: threading.Event) -> float:
-    """Reads blocks of the file until the time is over, or 1 GiB is read, or `stop`; bytes per second."""
-    if not path.is_file():
-        raise SpiceFileNotFoundError(f"no such file: {path}")
-    blocks = path.stat().st_size // BLOCK
-    if blocks < IN_FLIGHT:
-        return UNKNOWN_DISK
-    try:
-        file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system without direct reads: drop the file from the page cache first
-        file = os.open(path, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    order = np.random.default_rng().permutation(blocks)[: DISK_BYTES // BLOCK]
+def _read(path: Path, seconds: float, stop: threading.Event) -> None:
+    """Reads blocks of the file until the time is over or `stop`."""
+    file, blocks = _open(path, BLOCK)
     start = time.perf_counter()
 
-    def read(which: int) -> int:
-        total = 0
+    def read(which: int) -> None:
+        random = np.random.default_rng(which)
         with mmap.mmap(-1, BLOCK) as memory:  # anonymous memory is aligned to pages
-            for block in order[which::IN_FLIGHT]:
-                if time.perf_counter() - start > seconds or stop.is_set():
-                    break
-                total += os.preadv(file, [memory], int(block) * BLOCK)
-        return total
+            while time.perf_counter() - start < seconds and not stop.is_set():
+                os.preadv(file, [memory], int(random.integers(0, max(blocks, 1))) * BLOCK)
 
     try:
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            total = sum(pool.map(read, range(IN_FLIGHT)))
-        seconds = time.perf_counter() - start
-    except OSError as error:
-        raise SpiceIOError(f"{path}: cannot time its reads: {error}") from error
+            list(pool.map(read, range(IN_FLIGHT)))
     finally:
         os.close(file)
-    return total / seconds
 
 
 def _bar(show: bool, fraction: float, what: str) -> None:

@@ -24,8 +24,8 @@ struct Case {
     Machine machine{.has_device = true,
                     .host = {.stream = 20.0, .row = 20.0, .call = 0.0},
                     .device = {.stream = 100.0, .row = 1e12, .call = 0.0},
-                    .link = {.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0},
-                    .disk = {.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0},
+                    .link = {.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0, .in_flight = 1},
+                    .disk = {.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0, .in_flight = 1},
                     .layer_call = 0.0,
                     .contention = 0.0,
                     .power = {}};
@@ -88,6 +88,22 @@ TEST(without_a_device_memory_is_the_pool) {
     CHECK(near(r.seconds, 2 * (1.25 + 0.5 / 3) + 0.5));
     c.machine.contention = 0.1; // slower, and still done before the next part arrives
     CHECK(near(c.run({.strategy = "lru", .slots = 2}).seconds, 2 * (1.25 + 0.5 / 3) + 0.5));
+}
+
+TEST(reads_in_flight_share_the_disk) {
+    Case c{{0, 1}, {1}, 1, 2};
+    c.machine.has_device = false;
+    c.machine.disk.latency = 0.5;
+    c.machine.disk.in_flight = 4;
+    // Six parts of 1/3 s after the latency of the first. Four arrive together at .5 + 4/3, two at 2.5; four
+    // parts of .5 / 3 are computed in between, two after the end.
+    const SimResult r = c.run({.strategy = "lru", .slots = 4});
+    CHECK(near(r.seconds, 2.5 + 2 * 0.5 / 3));
+    CHECK(near(r.link_busy, 2.5));
+    c.machine.disk.in_flight = 6; // all of them arrive at the end
+    CHECK(near(c.run({.strategy = "lru", .slots = 4}).seconds, 2.5 + 6 * 0.5 / 3));
+    c.machine.disk.in_flight = 0;
+    CHECK(!c.result({.strategy = "lru", .slots = 4}).ok());
 }
 
 TEST(a_shared_expert_is_computed_while_a_miss_is_read) {
@@ -160,8 +176,8 @@ TEST(a_wrong_prefetch_costs_its_rest_or_its_chunk) {
     CHECK_EQ(r.late, 0);
     // What replay tells has chance 0 then, and is not loaded.
     CHECK(near(r.seconds, 3.0));
-    Link link({.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0});
-    Link pieces({.bandwidth = 10.0, .latency = 0.0, .chunk = 3.0});
+    Link link({.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0, .in_flight = 1});
+    Link pieces({.bandwidth = 10.0, .latency = 0.0, .chunk = 3.0, .in_flight = 1});
     for (Link *l : {&link, &pieces}) {
         l->plan({{0, 0}, 1.0, 10.0});
         l->advance(
@@ -181,7 +197,7 @@ TEST(a_wrong_prefetch_costs_its_rest_or_its_chunk) {
 }
 
 TEST(demands_go_before_loads_ahead_and_fills_last) {
-    Link link({.bandwidth = 1.0, .latency = 0.0, .chunk = 0.0});
+    Link link({.bandwidth = 1.0, .latency = 0.0, .chunk = 0.0, .in_flight = 1});
     link.fill({{0, 9}, 0.0, 1.0}, 2);
     link.plan({{0, 1}, 0.0, 1.0});
     link.plan({{0, 2}, 0.0, 1.0});

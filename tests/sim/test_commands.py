@@ -127,14 +127,16 @@ def test_nothing_is_nothing() -> None:
 
 def test_a_probe_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MEMORY_BYTES", 2**20)
+    monkeypatch.setattr(probe, "DISK_SECONDS", 0.05)
     monkeypatch.setattr(probe, "DOT_BYTES", 2**20)
     monkeypatch.setattr(probe, "DOT_SECONDS", 0.002)
     monkeypatch.setattr(probe, "BOTH_SECONDS", 0.01)
     file = tmp_path / "data"
-    file.write_bytes(bytes(8 * probe.BLOCK))
+    file.write_bytes(bytes(16 * probe.BLOCK))
     measured = probe.measure(file, progress=False)
     assert 0 <= measured.contention < 100
     assert measured.disk.bandwidth > 0 and measured.host.stream > 0
+    assert measured.disk.in_flight in (2, 4, 8) and measured.disk.latency >= 0
     assert set(measured.host.types) == set(probe.TYPES) and min(measured.host.types.values()) > 0
     text = hardware.to_toml(measured)
     again = hardware.parse(text, "mine").host

@@ -47,6 +47,9 @@ def test_units(tmp_path: Path) -> None:
     assert machine.memory == 16 * 2**30
     assert machine.host.stream == 10e9
     assert machine.disk == hardware.Link(2e9, pytest.approx(80e-6), 2**20)
+    shared = hardware.parse(GOOD.replace('"1MiB"', '"1MiB"\nin_flight = 4'), "mine")
+    assert shared.disk.in_flight == 4
+    assert hardware.parse(hardware.to_toml(shared), "mine").disk == shared.disk
     assert machine.layer_call == pytest.approx(50e-6)
     assert not machine.has_device
     assert machine.power is None
