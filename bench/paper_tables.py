@@ -68,10 +68,15 @@ def fallback(bench: Bench) -> Table:
                 f"{one.late_rate:.1%}",
                 f"{one.host_rate:.1%}",
                 f"{one.link_busy:.0%}",
+                f"{one.joules_per_token:.2f}",
             ]
         )
     head = ["strategy", "paper: fallback / H2D GiB per token", "here: missing / H2D GiB per token", "late"]
-    return "SPICE Table 2 (512 of 1024 slots; here 50 %)", [*head, "on the host", "link busy"], rows
+    return (
+        "SPICE Table 2 (512 of 1024 slots; here 50 %)",
+        [*head, "on the host", "link busy", "J/token"],
+        rows,
+    )
 
 
 def speedup(bench: Bench) -> Table:
