@@ -1,11 +1,13 @@
 // `spice`, the default: eviction `spice`, placement `spice`, loads ahead as deep as predictions are worth it.
 //
 // Source: SPICE (arXiv 2608.21240), Algorithm 1 and the cost model, in the form that the runtime uses:
-// lookahead.h (depth by confidence, tau 0.7, at most 6 layers), prefetch_plan.h (only what arrives in time,
-// at most 8 queued), placement_spice.cpp, spice.cpp. Its low-rank stand-ins (LoRE) are lossy and not here. A
-// load ahead does not push out what a layer within the horizon is predicted to use. A full pool's next victim
-// is taken to be worth `victim_value`: the chance that the eviction `spice` was wrong about it.
-// Constants: recall of the training-free next gate, which is what SPICE has without a fit.
+// lookahead.h (depth by confidence, tau 0.7, at most 6 layers), prefetch_plan.h, placement_spice.cpp,
+// spice.cpp. Without a device the plan is the runtime's. With one, the host can compute what is missing, so
+// that a late load costs more than none: only what arrives in time is loaded, with some room for surprises.
+// Its low-rank stand-ins (LoRE) are lossy and not here. A load ahead does not push out what a layer within
+// the horizon is predicted to use. A full pool's next victim is taken to be worth `victim_value`: the chance
+// that the eviction `spice` was wrong about it. Constants: recall of the training-free next gate, which is
+// what SPICE has without a fit.
 #include "policy/lookahead.h"
 #include "policy/prefetch_plan.h"
 #include "policy/strategy_base.h"
@@ -17,13 +19,15 @@ namespace spice::policy {
 namespace {
 
 constexpr float victim_value = 0.1F;
+constexpr PlanOptions to_device{.p_min = 0.2F, .max_queue = 8, .share = 0.8F};
 
 class SpiceStrategy final : public SharedPool {
   public:
     explicit SpiceStrategy(const PoolShape &pool)
         : SharedPool("spice", "spice", "spice", pool), chances_(static_cast<size_t>(pool.n_experts)),
           needed_(static_cast<size_t>(pool.n_groups) * static_cast<size_t>(pool.n_experts), 0),
-          planner_(pool.n_experts, lookahead_.l_max, options_) {}
+          planner_(pool.n_experts, lookahead_.l_max, {}),
+          device_planner_(pool.n_experts, lookahead_.l_max, to_device) {}
 
     [[nodiscard]] std::optional<SlabId> victim(SlabId incoming, bool demand, Evictable evictable) override {
         const auto free = [&](SlabId id) { return evictable(id) && needed_[flat(id)] != call_; };
@@ -38,23 +42,25 @@ class SpiceStrategy final : public SharedPool {
 
     void plan(const PlanContext &context, std::vector<SlabId> &wanted) override {
         if (context.predictor == nullptr) return;
-        planner_.begin();
+        PrefetchPlanner &planner = context.costs == nullptr ? planner_ : device_planner_;
+        const float p_min = context.costs == nullptr ? PlanOptions{}.p_min : to_device.p_min;
+        planner.begin();
         const int32_t deepest = std::min(lookahead_.l_max, context.predictor->max_horizon());
         const int32_t least =
             least_depth(pool_.top_k, context.slab_bytes, context.link_bandwidth, context.layer, deepest);
         for (int32_t d = 1; d <= deepest; ++d) {
             if (!context.predictor->predict(context.group, d, {}, chances_)) break;
             const int32_t group = (context.group + d) % pool_.n_groups;
-            planner_.add(group, d, d * context.layer, chances_,
-                         [&](SlabId id) { return context.present(id); });
+            planner.add(group, d, d * context.layer, chances_,
+                        [&](SlabId id) { return context.present(id); });
             for (size_t e = 0; e < chances_.size(); ++e) {
-                if (chances_[e] >= options_.p_min) needed_[flat({group, static_cast<int32_t>(e)})] = call_;
+                if (chances_[e] >= p_min) needed_[flat({group, static_cast<int32_t>(e)})] = call_;
             }
             if (!look_further(lookahead_, d, least, confidence(chances_, scratch_))) break;
         }
         const LinkState link{context.link_bandwidth, context.link_queued * context.link_bandwidth, 0};
         const bool free = !full({});
-        for (const PrefetchLoad &load : planner_.plan(
+        for (const PrefetchLoad &load : planner.plan(
                  link, [&](int32_t) { return context.slab_bytes; },
                  [&](int32_t) { return free ? 0.0F : victim_value; })) {
             wanted.push_back(load.id);
@@ -70,7 +76,6 @@ class SpiceStrategy final : public SharedPool {
     }
 
     LookaheadOptions lookahead_;
-    PlanOptions options_;
     std::array<float, 6> recall_{next_gate_recall[0], next_gate_recall[1], next_gate_recall[2],
                                  next_gate_recall[3], next_gate_recall[4], next_gate_recall[4]};
     uint64_t call_ = 0;
@@ -78,6 +83,7 @@ class SpiceStrategy final : public SharedPool {
     std::vector<float> scratch_;
     std::vector<uint64_t> needed_; ///< by flat number: the last call whose plan expects a use
     PrefetchPlanner planner_;
+    PrefetchPlanner device_planner_;
 };
 
 } // namespace
