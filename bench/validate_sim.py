@@ -114,6 +114,7 @@ def simulated(
     strategy: str,
     slots: int,
     warm: int,
+    decode: int,
 ) -> dict[str, float]:
     """Of the counted tokens, all decoded ones less those of the warm-up: seconds per token, misses."""
     options = sim.Options(prefill=PROMPT, predictor="replay", recall=(0.0,) * 6)
@@ -121,7 +122,7 @@ def simulated(
         sim.run(
             routing, machine, shape, strategy, slots=slots, use_device=False, options=options, tokens=tokens
         ).counts
-        for tokens in (PROMPT + warm, 0)
+        for tokens in (PROMPT + warm, PROMPT + warm + decode)
     )
     counted = {key: whole[key] - warm_up[key] for key in ("seconds", "tokens", "hits", "misses", "late")}
     uses = counted["hits"] + counted["misses"] + counted["late"]
@@ -182,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
                 disk=disk,
                 contention=slower,
             )
-            ours = simulated(routing, machine, shape, strategy, run["slots"], args.warm)
+            ours = simulated(routing, machine, shape, strategy, run["slots"], args.warm, args.decode)
             rows.append({"strategy": strategy, "share": share, "simulated": ours, **run, "disk": vars(disk)})
     if args.json:
         config = {key: str(value) for key, value in vars(args).items()}
