@@ -4,9 +4,10 @@ MODEL should have planted routing (models/synth.py --like), so that its routing 
  1. the routing of the text is recorded (stock llama.cpp);
  2. decode is measured at each budget as bench/ram_pressure.py does, a fresh process and a cold page cache
     each time, nothing loaded ahead; and once with everything in memory;
- 3. the simulator plays the same tokens. It is told the CPU's speed, from the one run with everything in
-    memory; how much reads slow it down, from a probe; and the disk's speed, from probes right before and
-    after each run, because a shared disk changes from minute to minute. Of the runs themselves nothing.
+ 3. the simulator plays the same tokens. It is told: the CPU's speed, from the run with everything in memory;
+    how much reads and idling slow it down, a disk's latency and reads in flight, from probes; the disk's
+    bandwidth, from the counters of one run, --one (bytes / seconds with a read in flight). Of the other runs
+    nothing.
 Printed is simulated / measured for each budget: the goal is 0.85 to 1.15. Needs a quiet machine. With --keep
 FILE what was measured is kept there, and only what is missing is measured: a long list in several goes.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -81,6 +83,15 @@ class Measured:
         most = max(types, key=lambda name: types[name])
         return self._once("contention", lambda: probe.contention(self._args.model, most))
 
+    def drowsiness(self, types: dict[str, float]) -> float:
+        """How much idling slows it down."""
+        return self._once("drowsiness", lambda: probe.drowsiness(max(types, key=lambda name: types[name])))
+
+    def probes(self) -> list[hardware.Link]:
+        """What the disk was found to be before and after each run."""
+        runs = [run for run in self._done.values() if isinstance(run, dict)]
+        return [hardware.Link(**link) for run in runs for link in run["disk"]]
+
     def run(self, strategy: str, percent: float, *, twice: bool = False) -> dict[str, Any]:
         """One run, with the disk's speed around it."""
         return self._once(f"{strategy} {percent:g} %", lambda: self._run(strategy, percent / 100, twice))
@@ -137,6 +148,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shares", nargs="+", type=float, default=[20, 30, 40, 50, 70], help="budgets, %% of experts"
     )
+    parser.add_argument("--one", type=float, default=50, metavar="SHARE", help="the run that tells the disk")
     parser.add_argument("--strategies", nargs="+", default=["spice"])
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
     parser.add_argument("--warm", type=int, default=32, help="decoded tokens before the counted ones")
@@ -162,19 +174,21 @@ def main(argv: list[str] | None = None) -> int:
 
     # With everything in memory, time per token is the CPU's.
     slower = measured.contention(dict(shape.types))
+    drowsy = measured.drowsiness(dict(shape.types))
     full = measured.run(args.strategies[0], 100, twice=True)
     stream = (shape.other_bytes + shape.top_k * sum(shape.slab_bytes)) / full["tpot"]
+    one = measured.run(args.strategies[0], args.one)
+    probes = measured.probes()
+    disk = hardware.Link(
+        bandwidth=one["bytes"] / one["read_seconds"],
+        latency=statistics.median(link.latency for link in probes),
+        chunk=probes[0].chunk,
+        in_flight=round(statistics.median(link.in_flight for link in probes)),
+    )
     rows = []
     for strategy in args.strategies:
         for share in args.shares:
             run = measured.run(strategy, share)
-            before, after = (hardware.Link(**one) for one in run["disk"])
-            disk = hardware.Link(
-                bandwidth=(before.bandwidth + after.bandwidth) / 2,
-                latency=(before.latency + after.latency) / 2,
-                chunk=before.chunk,
-                in_flight=max(before.in_flight, after.in_flight),
-            )
             machine = hardware.Hardware(
                 name="this machine",
                 note="from a probe and one run",
@@ -182,27 +196,34 @@ def main(argv: list[str] | None = None) -> int:
                 host=hardware.Engine(stream, stream * probe.ROW_GAIN),
                 disk=disk,
                 contention=slower,
+                drowsiness=drowsy,
             )
             ours = simulated(routing, machine, shape, strategy, run["slots"], args.warm, args.decode)
-            rows.append({"strategy": strategy, "share": share, "simulated": ours, **run, "disk": vars(disk)})
+            rows.append({"strategy": strategy, "share": share, "simulated": ours, **run})
     if args.json:
         config = {key: str(value) for key, value in vars(args).items()}
-        print(json.dumps({"config": config, "contention": slower, "full": full, "rows": rows}, indent=1))
+        print(
+            json.dumps(
+                {"config": config, "contention": slower, "drowsiness": drowsy, "full": full, "rows": rows},
+                indent=1,
+            )
+        )
         return 0
     print(
         f"{args.model.name}: {full['tpot'] * 1e3:.1f} ms/token with every expert in memory "
-        f"({stream / 1e9:.1f} GB/s), {slower:.0%} slower while the disk reads"
+        f"({stream / 1e9:.1f} GB/s), {slower:.0%} slower while the disk reads, {drowsy:.0%} when it idles; "
+        f"disk {disk.bandwidth / 1e9:.2f} GB/s, {disk.latency * 1e3:.2f} ms, {disk.in_flight} in flight"
     )
     print(
         f"{'strategy':10}{'slots':>7}{'measured ms':>13}{'simulated ms':>14}{'ratio':>7}"
-        f"{'missed':>8}{'simulated':>11}{'disk GB/s':>11}{'ms':>8}"
+        f"{'missed':>8}{'simulated':>11}{'disk GB/s':>11}"
     )
     for row in rows:
         ours = row["simulated"]
         print(
             f"{row['strategy']:10}{row['share']:6.0f}%{row['tpot'] * 1e3:13.1f}{ours['tpot'] * 1e3:14.1f}"
             f"{ours['tpot'] / row['tpot']:7.2f}{row['miss_rate']:8.3f}{ours['miss_rate']:11.3f}"
-            f"{row['disk']['bandwidth'] / 1e9:11.2f}{row['disk']['latency'] * 1e3:8.2f}"
+            f"{row['bytes'] / max(row['read_seconds'], 1e-9) / 1e9:11.2f}"
         )
     return 0
 

@@ -164,18 +164,20 @@ void bind_sim(py::module_ &m) {
 
     sim.def(
         "dot_speed",
-        [](const std::string &type, int32_t n_threads, double seconds, uint64_t bytes) {
+        [](const std::string &type, int32_t n_threads, double seconds, uint64_t bytes, double pause) {
             std::optional<Result<double>> speed;
             {
                 const py::gil_scoped_release unlocked;
                 int which = 0;
                 while (which < GGML_TYPE_COUNT && type_name(which) != type) ++which;
-                speed.emplace(compute::dot_speed(static_cast<ggml_type>(which), n_threads, seconds, bytes));
+                speed.emplace(
+                    compute::dot_speed(static_cast<ggml_type>(which), n_threads, seconds, bytes, pause));
             }
             raise_if(speed->status());
             return speed->value();
         },
         py::arg("type"), py::kw_only(), py::arg("n_threads"), py::arg("seconds"), py::arg("bytes"),
+        py::arg("pause") = 0.0,
         "Bytes of weights of a type, \"Q4_K\", that ggml's dot products go through in a second.");
     py::class_<sim::LinkSpec>(sim, "LinkSpec", "Bytes per second, seconds, bytes; see cpp/sim/machine.h.")
         .def(py::init<double, double, double, int32_t>(), py::arg("bandwidth"), py::arg("latency") = 0.0,
@@ -197,6 +199,7 @@ void bind_sim(py::module_ &m) {
         .def_readwrite("disk", &sim::Machine::disk)
         .def_readwrite("layer_call", &sim::Machine::layer_call)
         .def_readwrite("contention", &sim::Machine::contention)
+        .def_readwrite("drowsiness", &sim::Machine::drowsiness)
         .def_readwrite("power", &sim::Machine::power);
     py::class_<sim::Model>(sim, "Model")
         .def(py::init<std::vector<double>, double, double>(), py::arg("slab_bytes"), py::arg("other_bytes"),

@@ -51,7 +51,8 @@ struct Threads {
 
 } // namespace
 
-Result<double> dot_speed(ggml_type type, int32_t n_threads, double seconds, uint64_t bytes) try {
+Result<double> dot_speed(ggml_type type, int32_t n_threads, double seconds, uint64_t bytes,
+                         double pause) try {
     const bool known = type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size(type) > 0;
     const ggml_type_traits_cpu *traits = known ? ggml_get_type_traits_cpu(type) : nullptr;
     if (traits == nullptr || traits->vec_dot == nullptr ||
@@ -85,10 +86,18 @@ Result<double> dot_speed(ggml_type type, int32_t n_threads, double seconds, uint
     const auto work = [&](Worker &mine) {
         const auto start = Clock::now();
         const auto end = start + std::chrono::duration<double>(seconds);
+        const auto piece = std::chrono::duration<double>(pause > 0.0 ? 0.002 : seconds);
+        std::chrono::duration<double> slept{0.0};
+        auto awake = start;
         uint64_t done = 0;
         float sum = 0.0F;
         size_t row = 0;
-        while (Clock::now() < end) {
+        for (auto now = start; now < end; now = Clock::now()) {
+            if (now - awake >= piece) {
+                std::this_thread::sleep_for(std::chrono::duration<double>(pause));
+                awake = Clock::now();
+                slept += awake - now;
+            }
             for (int i = 0; i < 64; ++i, row = row + 1 == n_rows ? 0 : row + 1) {
                 float one = 0.0F;
                 traits->vec_dot(width, &one, 0, mine.weights.data() + row * row_bytes, 0,
@@ -97,7 +106,8 @@ Result<double> dot_speed(ggml_type type, int32_t n_threads, double seconds, uint
             }
             done += 64 * row_bytes;
         }
-        mine.speed = static_cast<double>(done) / std::chrono::duration<double>(Clock::now() - start).count();
+        const std::chrono::duration<double> worked = Clock::now() - start - slept;
+        mine.speed = static_cast<double>(done) / worked.count();
         mine.activation[0] = static_cast<std::byte>(sum > 0.0F); // the products are used
     };
     {

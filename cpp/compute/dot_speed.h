@@ -13,7 +13,10 @@
 
 namespace spice::compute {
 
-/// All threads together. `bytes`: of the weights that are gone through, more than caches hold.
-[[nodiscard]] Result<double> dot_speed(ggml_type type, int32_t n_threads, double seconds, uint64_t bytes);
+/// All threads together. `bytes`: of the weights that are gone through, more than caches hold. `pause`: after
+/// every 2 ms of work all threads sleep that long, as threads do that wait for a disk; the speed is that of
+/// the time between. Processors that lower their clock when they idle are slower then.
+[[nodiscard]] Result<double> dot_speed(ggml_type type, int32_t n_threads, double seconds, uint64_t bytes,
+                                       double pause = 0.0);
 
 } // namespace spice::compute

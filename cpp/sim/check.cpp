@@ -79,8 +79,9 @@ Status check_simulation(const Routing &r, const Machine &m, const Model &model, 
     if (!not_negative(model.shared_bytes) || model.shared_bytes > model.other_bytes) {
         return bad("shared_bytes must be 0 to other_bytes");
     }
-    if (!not_negative(model.other_bytes) || !not_negative(m.layer_call) || !not_negative(m.contention)) {
-        return bad("other_bytes, layer_call and contention must be 0 or more");
+    if (!not_negative(model.other_bytes) || !not_negative(m.layer_call) || !not_negative(m.contention) ||
+        !not_negative(m.drowsiness)) {
+        return bad("other_bytes, layer_call, contention and drowsiness must be 0 or more");
     }
     const PowerSpec &p = m.power;
     for (const double watts : {p.idle, p.host, p.device, p.link, p.disk}) {

@@ -51,7 +51,10 @@ struct Machine {
     LinkSpec disk;           ///< file to memory
     double layer_call = 0.0; ///< seconds of each layer beside weights: norms, attention over the context, ...
     double contention = 0.0; ///< how much slower the host computes while a transfer runs: 0.05 is 5 %
-    PowerSpec power;         ///< zeros: not known
+    /// How much slower the host computes when it had to wait all the time; in proportion for less: processors
+    /// lower their clock when they idle.
+    double drowsiness = 0.0;
+    PowerSpec power; ///< zeros: not known
 };
 
 struct Model {

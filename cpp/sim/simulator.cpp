@@ -204,6 +204,7 @@ class Simulator {
     void pass(int32_t from, int32_t to, bool prefill) {
         for (int32_t layer = 0; layer < r_.n_layers; ++layer) {
             const double start = now_;
+            waited_ = 0.0;
             const double takes = other(to - from);
             const double shared = shared_in_call(to - from);
             now_ += takes - shared;
@@ -213,6 +214,7 @@ class Simulator {
             const policy::StrategyCall call = batch_.call(layer, from, to);
             if (recorded_ != nullptr) recorded_->at(from, to);
             layer_call(call, ids_of(layer, from, to), prefill);
+            if (now_ > start) idle_share_ += 0.02 * (waited_ / (now_ - start) - idle_share_);
             if (!prefill) layer_seconds_ += 0.05 * (now_ - start - layer_seconds_);
         }
     }
@@ -220,13 +222,19 @@ class Simulator {
     /// Seconds of one layer beside its routed experts.
     [[nodiscard]] double other(int32_t rows) const {
         const EngineSpec &engine = machine_.has_device ? machine_.device : machine_.host;
-        return machine_.layer_call + engine.cost(model_.other_bytes / r_.n_layers).at(rows);
+        return machine_.layer_call + engine.cost(model_.other_bytes / r_.n_layers).at(rows) * drowsy();
     }
 
     /// What of it is computed within the layer call: a shared expert, while reads run. On a device it comes
     /// before.
     [[nodiscard]] double shared_in_call(int32_t rows) const {
-        return machine_.has_device ? 0.0 : machine_.host.cost(model_.shared_bytes / r_.n_layers).at(rows);
+        if (machine_.has_device) return 0.0;
+        return machine_.host.cost(model_.shared_bytes / r_.n_layers).at(rows) * drowsy();
+    }
+
+    /// By how much the host is slower for having idled, without a device: else it is the device that waits.
+    [[nodiscard]] double drowsy() const {
+        return machine_.has_device ? 1.0 : 1.0 + machine_.drowsiness * idle_share_;
     }
 
     void layer_call(const policy::StrategyCall &call, std::span<const int32_t> ids, bool prefill) {
@@ -395,15 +403,18 @@ class Simulator {
             }
             arriving_.push_back(it);
         }
-        double at = now_ + machine_.host.call + shared_in_call(call.n_rows);
+        double worked = machine_.host.call + shared_in_call(call.n_rows);
+        double at = now_ + worked;
         for (size_t part = 0; part < n_parts; ++part) {
             for (const Arriving &it : arriving_) {
                 at = std::max(at, it.parts[part]);
-                const double takes = cost.at(call.rows[it.expert]) / n_parts * slowed(at);
+                const double takes = cost.at(call.rows[it.expert]) / n_parts * slowed(at) * drowsy();
                 at += takes;
+                worked += takes;
                 result_.host_busy += takes;
             }
         }
+        waited_ = at - now_ - worked;
         return at;
     }
 
@@ -445,6 +456,8 @@ class Simulator {
     int32_t horizon_ = 0;
     double now_ = 0.0;
     double layer_seconds_ = 0.0;
+    double waited_ = 0.0;     ///< seconds of the present layer call in which the host had nothing to compute
+    double idle_share_ = 0.0; ///< of the time, lately
     double beside_experts_ = 0.0; ///< seconds of the main engine beside routed experts
     double acceptance_ = 0.75;
     policy::PlacementCosts costs_;

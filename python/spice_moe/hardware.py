@@ -83,6 +83,7 @@ class Hardware:
     vram: int = 0
     layer_call: float = 0.0  #: seconds of each layer beside its weights
     contention: float = 0.0  #: how much slower the host computes while a transfer runs
+    drowsiness: float = 0.0  #: how much slower it computes when it waits all the time; in proportion for less
     spread: float = 0.3  #: relative half-width of the range that a forecast is given with
     power: Power | None = None  #: None: not known, and no energy is reported
 
@@ -103,6 +104,7 @@ class Hardware:
             machine.link = _core.sim.LinkSpec(self.link.bandwidth, self.link.latency, self.link.chunk)
         machine.layer_call = self.layer_call
         machine.contention = self.contention
+        machine.drowsiness = self.drowsiness
         if self.power is not None:
             machine.power = _core.sim.PowerSpec(**vars(self.power))
         return machine
@@ -165,6 +167,7 @@ def parse(text: str, where: str) -> Hardware:
         vram=device.size("bytes") if device else 0,
         layer_call=fields.number("layer_us", 0.0) / 1e6,
         contention=fields.number("contention", 0.0),
+        drowsiness=fields.number("drowsiness", 0.0),
         spread=fields.number("spread", 0.3),
         power=power.power() if power else None,
     )
@@ -256,6 +259,7 @@ def to_toml(hardware: Hardware, comments: tuple[str, ...] = ()) -> str:
     lines += [
         f"layer_us = {hardware.layer_call * 1e6:.4g}",
         f"contention = {hardware.contention:.3g}",
+        *([f"drowsiness = {hardware.drowsiness:.3g}"] if hardware.drowsiness else []),
         f"spread = {hardware.spread:.3g}",
     ]
     lines += ["", "[memory]", f"bytes = {hardware.memory}"]

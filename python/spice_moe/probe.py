@@ -31,6 +31,7 @@ MEMORY_BYTES = 192 * 2**20
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_1", "Q5_0", "Q4_0", "IQ4_XS", "MXFP4", "F16")
 DOT_SECONDS = 0.05  #: per quantisation
 DOT_BYTES = 128 * 2**20
+IDLE = 0.002  #: seconds of pauses as long as the work between them
 BOTH_SECONDS = 0.3  #: of dot products without reads beside them, with them, and without
 #: A dot product nobody could time: about this share of the memory's bandwidth.
 VEC_DOT_SHARE = 0.75
@@ -55,10 +56,10 @@ def measure(model: Path | None, types: Iterable[str] = TYPES, *, progress: bool 
     usual = statistics.median(speeds.values()) if speeds else stream * VEC_DOT_SHARE
     _bar(show, 0.5, "disk")
     disk = disk_link(model) if model is not None else Link(UNKNOWN_DISK, 100e-6, 2**20, IN_FLIGHT)
-    slower = UNKNOWN_CONTENTION
+    slower, drowsy = UNKNOWN_CONTENTION, 0.0
     if model is not None and speeds:
-        _bar(show, 0.9, "both")
-        slower = contention(model, next(iter(speeds)))
+        _bar(show, 0.8, "both")
+        slower, drowsy = contention(model, next(iter(speeds))), drowsiness(next(iter(speeds)))
     _bar(show, 1.0, "done")
     if show:
         print(file=sys.stderr)
@@ -71,6 +72,7 @@ def measure(model: Path | None, types: Iterable[str] = TYPES, *, progress: bool 
         disk=disk,
         layer_call=60e-6,
         contention=slower,
+        drowsiness=drowsy,
         spread=0.35,
     )
 
@@ -180,6 +182,16 @@ def contention(path: Path, name: str) -> float:
             stop.set()
     alone = (speeds[0] + speeds[2]) / 2
     return max(alone / speeds[1] - 1, 0.0)
+
+
+def drowsiness(name: str) -> float:
+    """How much slower a processor computes that idles all the time, from one that idles half of it."""
+    cores, speeds = os.cpu_count() or 1, []
+    for pause in (0.0, IDLE, 0.0, IDLE):
+        speeds.append(
+            _core.sim.dot_speed(name, n_threads=cores, seconds=BOTH_SECONDS, bytes=DOT_BYTES, pause=pause)
+        )
+    return max(2 * ((speeds[0] + speeds[2]) / (speeds[1] + speeds[3]) - 1), 0.0)
 
 
 def _read(path: Path, seconds: float, stop: threading.Event) -> None:

@@ -28,6 +28,7 @@ struct Case {
                     .disk = {.bandwidth = 10.0, .latency = 0.0, .chunk = 0.0, .in_flight = 1},
                     .layer_call = 0.0,
                     .contention = 0.0,
+                    .drowsiness = 0.0,
                     .power = {}};
 
     [[nodiscard]] Result<SimResult> result(const SimOptions &options) const {
@@ -104,6 +105,24 @@ TEST(reads_in_flight_share_the_disk) {
     CHECK(near(c.run({.strategy = "lru", .slots = 4}).seconds, 2.5 + 6 * 0.5 / 3));
     c.machine.disk.in_flight = 0;
     CHECK(!c.result({.strategy = "lru", .slots = 4}).ok());
+}
+
+TEST(a_host_that_waits_is_slower_afterwards) {
+    Case c{{0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}, {12}};
+    c.machine.has_device = false;
+    const SimOptions one{.strategy = "lru", .slots = 1}; // always misses: more than half of the time idle
+    const double awake = c.run(one).seconds;
+    c.machine.drowsiness = 1.0;
+    const double drowsy = c.run(one).seconds;
+    CHECK(drowsy > awake + 1e-3);
+    CHECK(drowsy < awake + 12 * 0.5 / 3 + 1e-9); // the last part of each, at most twice as slow
+    // Where everything is there after four tokens, what was idle fades.
+    const SimOptions all{.strategy = "lru", .slots = 4};
+    const double hits = c.run(all).seconds;
+    c.machine.drowsiness = 0.0;
+    CHECK(hits > c.run(all).seconds && hits < c.run(all).seconds * 1.1);
+    c.machine.drowsiness = -1.0;
+    CHECK(!c.result(all).ok());
 }
 
 TEST(a_shared_expert_is_computed_while_a_miss_is_read) {

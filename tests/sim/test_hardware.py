@@ -47,6 +47,9 @@ def test_units(tmp_path: Path) -> None:
     assert machine.memory == 16 * 2**30
     assert machine.host.stream == 10e9
     assert machine.disk == hardware.Link(2e9, pytest.approx(80e-6), 2**20)
+    slow = hardware.parse(GOOD.replace("layer_us = 50", "layer_us = 50\ndrowsiness = 0.4"), "mine")
+    assert slow.drowsiness == 0.4 and slow.machine().drowsiness == 0.4
+    assert hardware.parse(hardware.to_toml(slow), "mine") == slow
     shared = hardware.parse(GOOD.replace('"1MiB"', '"1MiB"\nin_flight = 4'), "mine")
     assert shared.disk.in_flight == 4
     assert hardware.parse(hardware.to_toml(shared), "mine").disk == shared.disk
