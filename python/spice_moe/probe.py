@@ -31,7 +31,7 @@ MEMORY_BYTES = 192 * 2**20
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_1", "Q5_0", "Q4_0", "IQ4_XS", "MXFP4", "F16")
 DOT_SECONDS = 0.05  #: per quantisation
 DOT_BYTES = 128 * 2**20
-IDLE = 0.002  #: seconds of pauses as long as the work between them
+WORK, IDLE = 0.002, 0.004  #: seconds: what a layer computes, and what it waits for an expert or two
 BOTH_SECONDS = 0.3  #: of dot products without reads beside them, with them, and without
 #: A dot product nobody could time: about this share of the memory's bandwidth.
 VEC_DOT_SHARE = 0.75
@@ -185,13 +185,14 @@ def contention(path: Path, name: str) -> float:
 
 
 def drowsiness(name: str) -> float:
-    """How much slower a processor computes that idles all the time, from one that idles half of it."""
+    """How much slower a processor computes that idles all the time, from one that idles two thirds of it."""
     cores, speeds = os.cpu_count() or 1, []
     for pause in (0.0, IDLE, 0.0, IDLE):
         speeds.append(
             _core.sim.dot_speed(name, n_threads=cores, seconds=BOTH_SECONDS, bytes=DOT_BYTES, pause=pause)
         )
-    return max(2 * ((speeds[0] + speeds[2]) / (speeds[1] + speeds[3]) - 1), 0.0)
+    slower = (speeds[0] + speeds[2]) / (speeds[1] + speeds[3]) - 1
+    return max(slower * (WORK + IDLE) / IDLE, 0.0)
 
 
 def _read(path: Path, seconds: float, stop: threading.Event) -> None:
