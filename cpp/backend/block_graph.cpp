@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <string>
 
@@ -74,7 +75,14 @@ void RowCopies::run(ggml_tensor *, int thread, int n_threads, void *job) {
 }
 
 ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
-    reset();
+    struct AtEnd { // of exceptions too: what a call holds must not outlive it
+        BlockGraph &it;
+        ~AtEnd() { it.reset(); }
+    } const at_end{*this};
+    return run_nodes(graph, n_threads);
+}
+
+ggml_status BlockGraph::run_nodes(ggml_cgraph *graph, int n_threads) {
     const double begun = Timeline::now();
     graph_ = graph;
     n_threads_ = n_threads;
@@ -112,7 +120,6 @@ ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
             engine_->timeline().add(Timeline::Track::layer, "layer " + layer, begun, Timeline::now());
         }
     }
-    reset();
     return status;
 }
 
@@ -222,12 +229,20 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     RoutedCall &call = calls_.emplace_back();
     call.ids = ids;
     call.group = weights.group;
-    const std::vector<int32_t> left = share_with_device(node, weights, call, routed);
-    if (Status status = call.layer.begin(*weights.engine, weights.group, left); !status.ok()) {
-        return fail(std::move(status));
+    if (weights.engine->device() != nullptr) {
+        if (Status status = share_with_device(node, weights, call, routed); !status.ok()) {
+            weights.engine->device()->forget();
+            return fail(std::move(status));
+        }
     }
-    if (Status status = launch_device(call, routed); !status.ok()) {
-        weights.engine->device()->forget();
+    std::span<const int32_t> left = routed;
+    std::vector<int32_t> rest;
+    if (!call.device.empty()) {
+        std::ranges::copy_if(routed, std::back_inserter(rest),
+                             [&](int32_t id) { return !call.device.takes(id); });
+        left = rest;
+    }
+    if (Status status = call.layer.begin(*weights.engine, weights.group, left); !status.ok()) {
         return fail(std::move(status));
     }
     const RouterInput input = router_input(node);
@@ -243,40 +258,51 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     return GGML_STATUS_SUCCESS;
 }
 
-std::vector<int32_t> BlockGraph::share_with_device(const ggml_tensor *node, const ExpertTensor &weights,
-                                                   RoutedCall &call, std::span<const int32_t> routed) {
-    std::vector<int32_t> left(routed.begin(), routed.end());
-    DeviceTier *tier = weights.engine->device();
-    if (tier == nullptr) return left;
-    if (device_stream_ == nullptr) device_stream_.reset(ggml_backend_dev_init(tier->device(), nullptr));
-    if (device_stream_ == nullptr) throw std::bad_alloc();
+Status BlockGraph::share_with_device(const ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call,
+                                     std::span<const int32_t> routed) {
+    DeviceTier &tier = *weights.engine->device();
+    if (device_stream_ == nullptr) device_stream_.reset(ggml_backend_dev_init(tier.device(), nullptr));
+    if (device_stream_ == nullptr) {
+        tier.count_refused();
+        return {};
+    }
     if (fits_.size() <= static_cast<size_t>(weights.group)) {
         fits_.resize(static_cast<size_t>(weights.group) + 1, Fit::unknown);
     }
     Fit &fit = fits_[static_cast<size_t>(weights.group)];
+    block_.reset();
     if (fit != Fit::no) block_ = BlockShape::recognise(graph_, node->src[2], weights.group);
     if (fit == Fit::unknown) {
         const size_t mark = launches_used_;
-        const bool can = block_.has_value() && next_launch().supported(*block_, *tier);
-        fit = can ? Fit::yes : Fit::no;
+        const std::optional<bool> can =
+            block_.has_value() ? next_launch().supported(*block_, tier) : std::optional(false);
         launches_used_ = mark;
+        if (!can) { // no memory to find out: next time, perhaps
+            tier.count_refused();
+            return {};
+        }
+        fit = *can ? Fit::yes : Fit::no;
     }
     if (fit == Fit::no || !block_ || is_pending(block_->x)) {
-        block_.reset();
-        tier->count_unfit();
-        return left;
+        tier.count_unfit();
+        return {};
     }
-    call.device.begin(*tier, weights.group, routed);
-    std::erase_if(left, [&](int32_t id) { return call.device.takes(id); });
+    call.device.begin(tier, weights.group, routed);
     call.merge_at = block_->down;
-    return left;
+    Status status = launch_device(tier, call, routed);
+    if (status.code() == Code::out_of_memory) {
+        for (DeviceLaunch *launch : call.launches) launch->wait();
+        call.launches.clear();
+        call.device.give_up();
+        call.merge_at = nullptr;
+        return {};
+    }
+    return status;
 }
 
-Status BlockGraph::launch_device(RoutedCall &call, std::span<const int32_t> routed) {
-    if (call.merge_at == nullptr) return {};
+Status BlockGraph::launch_device(DeviceTier &tier, RoutedCall &call, std::span<const int32_t> routed) {
     call.launched = Timeline::now();
     const int64_t n_routed = call.ids->ne[0];
-    const DeviceTier &tier = *engine_->device();
     for (const std::span<const DeviceExpert> experts : {call.device.resident(), call.device.late()}) {
         if (experts.empty()) continue;
         std::vector<DeviceRows> rows;
@@ -288,7 +314,7 @@ Status BlockGraph::launch_device(RoutedCall &call, std::span<const int32_t> rout
                                             static_cast<int32_t>(static_cast<int64_t>(r) / n_routed)});
             }
         }
-        if (experts.data() == call.device.late().data()) engine_->device()->order(device_stream_.get());
+        if (experts.data() == call.device.late().data()) tier.order(device_stream_.get());
         DeviceLaunch &launch = next_launch();
         if (Status status = launch.launch(*block_, tier, rows); !status.ok()) return status;
         call.launches.push_back(&launch);

@@ -49,11 +49,11 @@ class BlockGraph {
     [[nodiscard]] ggml_status find_call(const ggml_tensor *node, const ExpertTensor &weights,
                                         RoutedCall **out);
     [[nodiscard]] RouterInput router_input(const ggml_tensor *node) const;
-    /// Gives the device its share of the call's experts; `routed` is [tokens][n_routed]. Returns what is left
-    /// for the host.
-    [[nodiscard]] std::vector<int32_t> share_with_device(const ggml_tensor *node, const ExpertTensor &weights,
-                                                         RoutedCall &call, std::span<const int32_t> routed);
-    [[nodiscard]] Status launch_device(RoutedCall &call, std::span<const int32_t> routed);
+    /// Lets the device compute its share of the call's experts; `routed` is [tokens][n_routed]. Errors:
+    /// device. Where it has no memory, the host computes everything.
+    [[nodiscard]] Status share_with_device(const ggml_tensor *node, const ExpertTensor &weights,
+                                           RoutedCall &call, std::span<const int32_t> routed);
+    [[nodiscard]] Status launch_device(DeviceTier &tier, RoutedCall &call, std::span<const int32_t> routed);
     [[nodiscard]] DeviceLaunch &next_launch();
     void add_merge(RoutedCall &call);
     [[nodiscard]] ggml_status multiply_on_host(ggml_tensor *node, const ExpertTensor &weights,
@@ -65,6 +65,7 @@ class BlockGraph {
                                        std::span<const size_t> wave);
     void add_early();
     void add_early_results();
+    [[nodiscard]] ggml_status run_nodes(ggml_cgraph *graph, int n_threads);
     [[nodiscard]] ggml_status run_pending();
     [[nodiscard]] bool is_pending(const ggml_tensor *tensor) const;
     [[nodiscard]] ggml_status fail(Status status);

@@ -200,9 +200,9 @@ Status DeviceLaunch::place() {
     return {};
 }
 
-bool DeviceLaunch::supported(const BlockShape &block, const DeviceTier &tier) {
+std::optional<bool> DeviceLaunch::supported(const BlockShape &block, const DeviceTier &tier) {
     ggml_cgraph *graph = build(block, tier, 1, true);
-    if (!place().ok()) return false;
+    if (!place().ok()) return std::nullopt;
     for (int n = 0; n < ggml_graph_n_nodes(graph); ++n) {
         if (!ggml_backend_supports_op(stream_, ggml_graph_node(graph, n))) return false;
     }
@@ -230,7 +230,7 @@ Status DeviceLaunch::launch(const BlockShape &block, const DeviceTier &tier,
         if (type == nullptr) type = ggml_backend_cpu_buffer_type();
         staging_.reset();
         staging_.reset(ggml_backend_buft_alloc_buffer(type, total));
-        if (staging_ == nullptr) throw std::bad_alloc();
+        if (staging_ == nullptr) return {Code::out_of_memory, "no host memory for a layer call's results"};
     }
     auto *in = static_cast<std::byte *>(ggml_backend_buffer_get_base(staging_.get()));
     auto *ids = reinterpret_cast<int32_t *>(in + x_bytes);

@@ -45,9 +45,10 @@ class DeviceLaunch {
     DeviceLaunch(const DeviceLaunch &) = delete;
     DeviceLaunch &operator=(const DeviceLaunch &) = delete;
 
-    /// True when the device can compute every node of the block.
-    [[nodiscard]] bool supported(const BlockShape &block, const DeviceTier &tier);
-    /// Queues inputs, graph and results. Errors: out_of_memory, device (the graph was refused).
+    /// True when the device can compute every node of the block; nothing when it had no memory to tell.
+    [[nodiscard]] std::optional<bool> supported(const BlockShape &block, const DeviceTier &tier);
+    /// Queues inputs, graph and results. Errors: out_of_memory (nothing was queued),
+    /// device (the graph was refused).
     [[nodiscard]] Status launch(const BlockShape &block, const DeviceTier &tier,
                                 std::span<const DeviceRows> experts);
     /// Blocks until the results are here.

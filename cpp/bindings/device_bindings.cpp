@@ -67,6 +67,7 @@ void add_device_stats(const Engine &engine, py::dict &out) {
     out["device_rows"] = c.rows;
     out["device_evictions"] = c.evictions;
     out["device_unfit"] = c.unfit;
+    out["device_refused"] = c.refused;
     out["device_wait_seconds"] = c.wait_seconds;
     out["upload_bytes"] = c.link.bytes;
     out["uploads"] = c.link.uploads;

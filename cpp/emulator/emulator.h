@@ -46,6 +46,7 @@ enum {
     SPICE_EMULATOR_FAIL_COPY = 1,    /* of queued uploads of 4 KiB or more: the bytes stay NaN, and the next
                                         graph on the device fails */
     SPICE_EMULATOR_FAIL_COMPUTE = 2, /* the graph returns GGML_STATUS_FAILED */
+    SPICE_EMULATOR_FAIL_EVENT = 3,   /* the new event is NULL */
 };
 
 /* Registers `n_devices` (1 to 4) devices EMU0.. of type GPU with ggml. 0, or -1: bad number, or done before.

@@ -1,7 +1,9 @@
 #include "runtime/device_tier.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
+#include <utility>
 
 namespace spice {
 
@@ -94,11 +96,15 @@ Result<std::unique_ptr<DeviceTier>> DeviceTier::make(Engine &engine, ggml_backen
         const int32_t most =
             std::min(static_cast<int32_t>(of.n_experts), DevicePool::most_slots(type, shapes[c]));
         const int32_t least = std::min(min_slots, most);
-        // Its least and, of the rest, its share of the model, as in host memory; never more than the budget.
-        const double share = static_cast<double>(DevicePool::bytes(type, shapes[c], most)) /
-                             static_cast<double>(plan.everything);
-        const auto room = static_cast<uint64_t>(static_cast<double>(budget - plan.smallest) * share) +
-                          DevicePool::bytes(type, shapes[c], least);
+        // Its least and, of the rest, its share of what all could use; never more than the budget.
+        const uint64_t floor = DevicePool::bytes(type, shapes[c], least);
+        const uint64_t wish = DevicePool::bytes(type, shapes[c], most) - floor;
+        const double share = static_cast<double>(wish) /
+                             static_cast<double>(std::max<uint64_t>(plan.everything - plan.smallest, 1));
+        const uint64_t room =
+            floor + (budget >= plan.everything
+                         ? wish
+                         : static_cast<uint64_t>(static_cast<double>(budget - plan.smallest) * share));
         int32_t low = least;
         for (int32_t high = most; low < high;) { // the most slots that fit
             const int32_t middle = low + (high - low + 1) / 2;
@@ -143,7 +149,7 @@ DeviceTier::~DeviceTier() {
         stopping_ = true;
         fills_.clear();
     }
-    link_.reset();
+    if (link_ != nullptr) link_->finish(); // its thread may be on the way to submit one more
 }
 
 ggml_tensor *DeviceTier::slot_tensor(const ExpertTensor &tensor) const {
@@ -190,6 +196,7 @@ void DeviceTier::evict(int32_t group, int32_t expert) {
     DeviceSlab &it = slab(group, expert);
     cls.pool.release(std::exchange(it.slot, -1));
     it.state = State::absent;
+    it.doomed = false;
     cls.eviction->on_evict({of.number, expert});
 }
 
@@ -265,17 +272,20 @@ void DeviceTier::pump() {
     Upload upload;
     {
         const std::lock_guard lock(engine_.mutex_);
-        if (stopping_ || fills_.empty() || !flights_.empty() || submitting_ > 0) return;
-        const auto [group, expert, may_evict] = fills_.front();
-        fills_.pop_front();
-        const SizeClass &cls =
-            classes_[static_cast<size_t>(engine_.groups_[static_cast<size_t>(group)].size_class)];
-        if (!may_evict && cls.pool.n_free() == 0) return; // others were quicker
-        if (slab(group, expert).state != State::absent || !in_host_memory(group, expert) ||
-            !give_slot(group, expert)) {
-            return; // stale, or everything is in use
+        if (stopping_ || !flights_.empty() || submitting_ > 0) return;
+        bool found = false;
+        while (!found && !fills_.empty()) {
+            const auto [group, expert, may_evict] = fills_.front();
+            fills_.pop_front();
+            const SizeClass &cls =
+                classes_[static_cast<size_t>(engine_.groups_[static_cast<size_t>(group)].size_class)];
+            if (!may_evict && cls.pool.n_free() == 0) continue; // others were quicker
+            // Else it may be stale, or everything is in use.
+            found = slab(group, expert).state == State::absent && in_host_memory(group, expert) &&
+                    give_slot(group, expert);
+            if (found) upload = prepare(group, expert);
         }
-        upload = prepare(group, expert);
+        if (!found) return;
         upload.fill = true;
         counters_.filled += 1;
     }
@@ -298,6 +308,11 @@ void DeviceTier::forget() {
 void DeviceTier::count_unfit() {
     const std::lock_guard lock(engine_.mutex_);
     counters_.unfit += 1;
+}
+
+void DeviceTier::count_refused() {
+    const std::lock_guard lock(engine_.mutex_);
+    counters_.refused += 1;
 }
 
 DeviceCounters DeviceTier::counters() const {
@@ -337,6 +352,10 @@ void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32
             tier.rows_.back() += 1;
         }
         experts.resize(n);
+        // Room first: an exception later would leave pins behind.
+        for (auto *list : {&resident_, &late_}) list->reserve(n);
+        for (auto *list : {&device_rows_, &host_rows_}) list->reserve(n);
+        uploads.reserve(n);
         tier_ = &tier;
         group_ = group_id;
         DeviceTier::SizeClass &cls = tier.classes_[static_cast<size_t>(of.size_class)];
@@ -356,7 +375,8 @@ void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32
         for (size_t i = 0; i < n; ++i) {
             const DeviceTier::DeviceSlab &it = tier.slab(group_id, experts[i]);
             using State = DeviceTier::State;
-            tier.on_device_[i] = it.state == State::ready     ? 0.0
+            tier.on_device_[i] = it.doomed                    ? policy::PlacementCall::absent
+                                 : it.state == State::ready   ? 0.0
                                  : it.state == State::loading ? std::max(it.ends - time, 1e-9)
                                                               : policy::PlacementCall::absent;
             tier.in_memory_[i] = tier.in_host_memory(group_id, experts[i])
@@ -454,12 +474,26 @@ void DeviceCall::ended(const Times &times) {
     if (pure_ && times.device > 0.0) tier_->costs_.device(bytes, device_rows_, times.device, exact);
 }
 
-DeviceCall::~DeviceCall() {
+void DeviceCall::give_up() {
     if (tier_ == nullptr) return;
     {
         const std::lock_guard lock(tier_->engine_.mutex_);
-        for (const auto &experts : {resident_, late_}) {
-            for (const DeviceExpert &expert : experts) {
+        const auto rows = std::accumulate(device_rows_.begin(), device_rows_.end(), uint64_t{0});
+        tier_->counters_.calls -= 1;
+        tier_->counters_.rows -= rows;
+        tier_->counters_.host += device_rows_.size();
+        tier_->counters_.refused += 1;
+        tier_->engine_.counters_.expert_rows -= rows; // the host's LayerCall counts them again
+        tier_->engine_.counters_.experts_requested -= device_rows_.size();
+    }
+    release();
+}
+
+void DeviceCall::release() {
+    {
+        const std::lock_guard lock(tier_->engine_.mutex_);
+        for (const auto *experts : {&resident_, &late_}) {
+            for (const DeviceExpert &expert : *experts) {
                 DeviceTier::DeviceSlab &it = tier_->slab(group_, expert.expert);
                 it.pins -= 1;
                 if (it.doomed && it.pins == 0 && it.state == DeviceTier::State::ready) {
@@ -468,7 +502,14 @@ DeviceCall::~DeviceCall() {
             }
         }
     }
-    if (!tier_->plan_.asynchronous) tier_->pump();
+    DeviceTier *tier = std::exchange(tier_, nullptr);
+    resident_.clear();
+    late_.clear();
+    if (!tier->plan_.asynchronous) tier->pump();
+}
+
+DeviceCall::~DeviceCall() {
+    if (tier_ != nullptr) release();
 }
 
 } // namespace spice

@@ -48,6 +48,7 @@ struct DeviceCounters {
     uint64_t rows = 0;    ///< expert rows computed on the device
     uint64_t evictions = 0;
     uint64_t unfit = 0;        ///< layer calls whose block the device cannot compute as it is
+    uint64_t refused = 0;      ///< layer calls that the device had no memory for: the host computed them
     double wait_seconds = 0.0; ///< the host waited for the device at the end of layer calls
     LinkCounters link;
     uint64_t resident_experts = 0;
@@ -80,7 +81,8 @@ class DeviceTier {
     void order(ggml_backend_t stream) { link_->order(stream); }
     /// Drops every slab: after a failure of the device nothing in its memory is trusted.
     void forget();
-    void count_unfit(); ///< a block that only the host can compute
+    void count_unfit();   ///< a block that only the host can compute
+    void count_refused(); ///< a layer call that the device had no memory for
     /// It is there or on its way. Under the Engine's lock.
     [[nodiscard]] bool has(int32_t group, int32_t expert) const;
     [[nodiscard]] DeviceCounters counters() const;
@@ -189,8 +191,12 @@ class DeviceCall {
         double waited = 0.0; ///< of this, how long the host waited
     };
     void ended(const Times &times);
+    /// The device will not compute its share after all: the call is empty then. What is on its way stays so.
+    void give_up();
 
   private:
+    void release();
+
     DeviceTier *tier_ = nullptr;
     int32_t group_ = 0;
     std::vector<DeviceExpert> resident_;

@@ -27,6 +27,10 @@ std::unique_ptr<DeviceLink> DeviceLink::make(ggml_backend_dev_t device, Done don
 }
 
 DeviceLink::~DeviceLink() {
+    finish();
+}
+
+void DeviceLink::finish() {
     {
         const std::lock_guard lock(mutex_);
         stop_ = true;
@@ -49,35 +53,38 @@ std::shared_ptr<ggml_backend_event> DeviceLink::new_event() {
 }
 
 void DeviceLink::submit(std::span<const UploadPart> parts, const std::function<void(Ticket)> &named) {
-    const std::lock_guard in_order(submit_mutex_);
     Flight flight;
-    flight.ticket = ++last_;
-    named(flight.ticket);
-    flight.since = now();
-    for (const UploadPart &part : parts) {
-        flight.bytes += part.bytes;
-        ggml_backend_tensor_set_async(stream_.get(), part.to, part.from, part.offset, part.bytes);
-    }
-    if (has_events_) flight.event = new_event();
-    if (flight.event == nullptr) {
-        ggml_backend_synchronize(stream_.get());
-        const double ended = now();
-        {
-            const std::lock_guard lock(mutex_);
-            counters_.uploads += 1;
-            counters_.bytes += flight.bytes;
-            counters_.busy_seconds += ended - flight.since;
+    {
+        const std::lock_guard in_order(submit_mutex_);
+        flight.ticket = ++last_;
+        named(flight.ticket);
+        flight.since = now();
+        for (const UploadPart &part : parts) {
+            flight.bytes += part.bytes;
+            ggml_backend_tensor_set_async(stream_.get(), part.to, part.from, part.offset, part.bytes);
         }
-        done_(flight.ticket, flight.since, ended);
-        return;
+        if (has_events_) flight.event = new_event();
+        if (flight.event != nullptr) {
+            ggml_backend_event_record(flight.event.get(), stream_.get());
+            last_event_ = flight.event;
+            {
+                const std::lock_guard lock(mutex_);
+                flights_.push_back(std::move(flight));
+            }
+            changed_.notify_all();
+            return;
+        }
+        ggml_backend_synchronize(stream_.get());
     }
-    ggml_backend_event_record(flight.event.get(), stream_.get());
-    last_event_ = flight.event;
+    // Without our lock: `done` may submit the next one.
+    const double ended = now();
     {
         const std::lock_guard lock(mutex_);
-        flights_.push_back(std::move(flight));
+        counters_.uploads += 1;
+        counters_.bytes += flight.bytes;
+        counters_.busy_seconds += ended - flight.since;
     }
-    changed_.notify_all();
+    done_(flight.ticket, flight.since, ended);
 }
 
 void DeviceLink::order(ggml_backend_t stream) {

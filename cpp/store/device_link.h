@@ -6,9 +6,9 @@
 // device without events (ggml's RPC) is waited for at once.
 //
 // Thread: submit and order from any thread, under a lock of their own; they do not block unless the device
-// copies from pageable memory synchronously. `done` runs on the link's thread, or inside submit without
-// events. Errors: make returns nullptr when the device gives no backend. A copy cannot fail in ggml's
-// interface.
+// copies from pageable memory synchronously. `done` runs on the link's thread, or, for an upload that has no
+// event, at the end of submit; it may submit more. Errors: make returns nullptr when the device gives no
+// backend. A copy cannot fail in ggml's interface.
 #pragma once
 
 #include "ggml-backend.h"
@@ -46,9 +46,13 @@ class DeviceLink {
     using Done = std::function<void(Ticket, double begun, double ended)>;
 
     [[nodiscard]] static std::unique_ptr<DeviceLink> make(ggml_backend_dev_t device, Done done);
-    ~DeviceLink(); ///< waits for what is on the way
+    ~DeviceLink(); ///< as finish()
     DeviceLink(const DeviceLink &) = delete;
     DeviceLink &operator=(const DeviceLink &) = delete;
+
+    /// Waits for what is on the way, `done` included. Whoever owns the link calls it while `done` may still
+    /// use the owner's pointer to the link. Nothing may be submitted any more, but by `done`.
+    void finish();
 
     /// Queues the parts of one slab; the sources must stay until `done`. `named` gets the ticket before any
     /// completion can come.

@@ -13,7 +13,7 @@ import llama_cpp
 from . import _core
 from .budget import FreeMemory, free_memory, is_auto, resolve
 from .device import VramChoice, pinned_limit, resolve_vram, warn_if_pageable
-from .errors import SpiceBudgetError, SpiceFormatError
+from .errors import SpiceBudgetError, SpiceFormatError, SpiceMemoryError
 from .loading import LoadMonitor
 from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, ON_DEVICE, REPACKED, Plan, format_bytes
@@ -22,6 +22,9 @@ from .usage import add_run, hottest_first, read_uses, usage_file, write_uses
 
 #: Bytes of experts below which reading them takes no time that anybody would notice.
 WORTH_PRELOADING = 2**30
+
+# What is asked of a GPU whose free memory is not to be had in one piece, or went to others meanwhile.
+AUTO_SHARES = (1.0, 0.8, 0.5, 0.25)
 
 # Biases and scales of experts: SPICE computes with them on the host, and llama.cpp would otherwise put them
 # on the GPU and copy all of them back for every layer call.
@@ -173,10 +176,25 @@ class Attachment:
         self.core.build_pool(self._pool_bytes, pinned_limit() if self._vram.bytes else 0)
         self._pool = self.core.pool()
         if self._vram.bytes:
-            self.core.build_device_pool(self._vram.bytes, self.options.placement or "")
-            warn_if_pageable(needs, self._pool)
+            self._build_device_pool(self.core, needs)
         self._device = {**needs, **self.core.device_pool()}
         self._preload = self._start_preload(self.core)
+
+    def _build_device_pool(self, core: _core.Model, needs: dict[str, Any]) -> None:
+        """Make the pool on the GPU. Where "auto" took more than it gives after all, a smaller one or none."""
+        asked = self._vram.bytes
+        for share in AUTO_SHARES if is_auto(self.options.vram_budget) else (1.0,):
+            size = max(int(share * asked), needs["smallest"])
+            try:
+                core.build_device_pool(size, self.options.placement or "")
+            except SpiceMemoryError as error:
+                if not is_auto(self.options.vram_budget):
+                    raise
+                self._vram = VramChoice(0, str(error))
+            else:
+                self._vram = VramChoice(size, self._vram.reason if size == asked else "what it gave")
+                warn_if_pageable(needs, self._pool)
+                return
 
     def _start_preload(self, core: _core.Model) -> str:
         """Read what earlier runs used most, as long as nothing else is to do; says what, or why not."""

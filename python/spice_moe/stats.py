@@ -52,6 +52,7 @@ COUNTERS: dict[str, str] = {
     "device_rows": "expert evaluations on the GPU, part of expert_rows",
     "device_evictions": "experts that left the GPU's pool to make room",
     "device_unfit": "layer calls whose block only the CPU can compute (biases or scales of experts)",
+    "device_refused": "layer calls that the GPU had no memory for, which the CPU computed alone",
     "device_wait_seconds": "seconds that the CPU waited for the GPU's share of a layer",
     "uploads": "experts copied to the GPU",
     "upload_bytes": "bytes of them",

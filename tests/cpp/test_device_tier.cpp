@@ -10,6 +10,7 @@
 #include "runtime/layer_call.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -25,10 +26,12 @@ namespace {
 
 struct Fixture {
     test::TempDir dir{true};
-    std::string bytes = test::good_model().bytes();
+    std::string bytes;
     std::shared_ptr<Engine> engine;
 
-    explicit Fixture(const spice_emulator_settings &settings = test::no_costs) {
+    explicit Fixture(const spice_emulator_settings &settings = test::no_costs,
+                     const std::string &model = test::good_model().bytes())
+        : bytes(model) {
         test::set_up_device(settings);
         auto opened =
             Engine::open(dir.write("m.gguf", bytes), {.io_threads = 2, .direct_io = false, .ops = nullptr});
@@ -60,6 +63,16 @@ struct Fixture {
             if (std::memcmp(there.data(), file, stride) != 0) return false;
         }
         return true;
+    }
+
+    /// Calls with these experts until they are on the device, every copy ended.
+    void bring(ggml_backend_t stream, int32_t group, const std::vector<int32_t> &ids) const {
+        for (int i = 0; i < 3; ++i) CHECK(call(stream, group, ids));
+        for (;;) {
+            const spice::DeviceCounters c = engine->device()->counters();
+            if (c.link.uploads == c.fetched + c.filled) return;
+            std::this_thread::yield();
+        }
     }
 
     /// One layer call, as the backend makes it.
@@ -155,6 +168,76 @@ TEST(ids_that_do_not_exist_are_left_to_the_host) {
     DeviceCall none;
     none.begin(*f.engine->device(), 0, {});
     CHECK(none.empty());
+}
+
+TEST(a_link_whose_events_run_out_goes_on) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 0.5, "cg-moe").message(), ""); // whose copies are fills: one submits the next
+    const ggml_backend_ptr stream = new_stream();
+    for (uint64_t i = 0; i < 60; ++i) {
+        CHECK_EQ(spice_emulator_fail(0, SPICE_EMULATOR_FAIL_EVENT, 1), 0);
+        CHECK(f.call(stream.get(), static_cast<int32_t>(i % 2), {0, 1, 2, 3}));
+    }
+    CHECK_EQ(spice_emulator_fail(0, SPICE_EMULATOR_FAIL_EVENT, 0), 0);
+    CHECK(f.engine->device()->counters().filled > 0);
+}
+
+TEST(an_engine_may_go_while_fills_run) {
+    spice_emulator_settings slow = test::no_costs;
+    slow.copy_latency_seconds = 5e-5;
+    for (int i = 0; i < 60; ++i) {
+        const Fixture f(slow);
+        CHECK_EQ(f.build(1.0, 0.9, "cg-moe").message(), "");
+        const ggml_backend_ptr stream = new_stream();
+        for (int32_t group = 0; group < 2; ++group) CHECK(f.call(stream.get(), group, {0, 1, 2, 3}));
+        std::this_thread::sleep_for(std::chrono::microseconds(20 * i));
+    }
+}
+
+TEST(what_a_failure_doomed_is_not_used_again) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 1.0, "all-fetch").message(), "");
+    const ggml_backend_ptr stream = new_stream();
+    const std::vector<int32_t> ids = {0, 1};
+    f.bring(stream.get(), 0, ids);
+    DeviceCall user; // of another context
+    user.begin(*f.engine->device(), 0, ids);
+    CHECK_EQ(user.resident().size(), 2u);
+    f.engine->device()->forget();
+    DeviceCall next;
+    next.begin(*f.engine->device(), 0, ids);
+    CHECK(next.empty());
+}
+
+TEST(a_call_that_the_device_gives_up_leaves_no_trace) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 1.0, "all-fetch").message(), "");
+    const ggml_backend_ptr stream = new_stream();
+    const std::vector<int32_t> ids = {0, 1, 1};
+    f.bring(stream.get(), 0, ids);
+    const uint64_t rows = f.engine->counters().expert_rows;
+    {
+        DeviceCall device;
+        device.begin(*f.engine->device(), 0, ids);
+        CHECK_EQ(device.resident().size(), 2u);
+        device.give_up();
+        CHECK(device.empty() && !device.takes(0));
+    }
+    CHECK_EQ(f.engine->counters().expert_rows, rows);
+    CHECK_EQ(f.engine->device()->counters().refused, 1u);
+    CHECK(f.call(stream.get(), 0, ids)); // its slots are free for others, its slabs still there
+    f.engine->device()->forget();
+    CHECK_EQ(f.engine->device()->counters().resident_experts, 0u);
+}
+
+TEST(a_budget_for_everything_holds_everything) {
+    test::GgufBuilder model = test::good_model(5); // one layer of another size: a small size class
+    for (const char *part : {"gate", "up", "down"}) {
+        model.at("blk.4.ffn_" + std::string(part) + "_exps.weight").type = GGML_TYPE_F32;
+    }
+    const Fixture f(test::no_costs, model.bytes());
+    CHECK_EQ(f.build(1.0, 1.0, "").message(), "");
+    CHECK_EQ(f.engine->device()->plan().n_slots, 20);
 }
 
 TEST(budgets) {
