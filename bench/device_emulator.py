@@ -133,5 +133,5 @@ class Emulator:
         self._check(self._library.spice_emulator_reset_counters(device))
 
     def misuse(self, device: int = 0) -> str:
-        """What was asked of the device that no device could do, or ``""``."""
+        """What was asked of the device since the last reset that no device could do, or ``""``."""
         return self._library.spice_emulator_misuse(device).decode()

@@ -58,6 +58,6 @@ SPICE_EMULATOR_API int spice_emulator_configure(int device, const spice_emulator
 SPICE_EMULATOR_API int spice_emulator_fail(int device, int what, uint64_t nth);
 SPICE_EMULATOR_API int spice_emulator_read_counters(int device, spice_emulator_counters *counters);
 SPICE_EMULATOR_API int spice_emulator_reset_counters(int device);
-/* What a graph did that no device could do (host memory as a source), or "". Valid until the next such call.
- */
+/* What a graph did since the last reset that no device could do (host memory as a source), or "". Valid until
+ * the next such call. */
 SPICE_EMULATOR_API const char *spice_emulator_misuse(int device);

@@ -126,6 +126,42 @@ def test_batches_of_every_size(emulated: DeviceProcess, tiny_model, placement: s
             assert_same(logits, prefill(llm, prompt(70, seed=size), [size] * (70 // size)))
 
 
+def prompt_run(path: Path, options: dict[str, Any]) -> tuple[list[Logits], dict[str, Any]]:
+    """Logits of a long prompt in micro-batches, evaluated three times, and the counters of the last."""
+    tokens = prompt(500, seed=9)
+    device_child.emulator.configure(Speed(upload_per_second=2e8, copy_latency_seconds=1e-4))
+    with contextlib.closing(open_model(Llama, path, n_gpu_layers=99, n_ubatch=250, **options)) as llm:
+        out = [prefill(llm, tokens) for _ in range(2)]
+        llm.spice.reset_stats()
+        return [*out, prefill(llm, tokens)], llm.spice.stats()
+
+
+@pytest.mark.parametrize("vram", ["10%", "50%"])
+def test_a_prompt_streams_through_the_pool(emulated: DeviceProcess, tiny_model, vram: str) -> None:
+    path = tiny_model(**SMALL)
+    there, stats = emulated.run(prompt_run, path, {"vram_budget": vram, "placement": "all-fetch"})
+    with contextlib.closing(open_model(Stock, path, n_ubatch=250)) as llm:
+        for logits in there:
+            assert_same(logits, prefill(llm, prompt(500, seed=9)))
+    plan = stats["plan"]
+    # Every expert of a layer once per micro-batch at most, and only what is missing.
+    assert stats["device_rows"] == stats["expert_rows"]
+    assert stats["device_fetched"] + stats["device_hits"] <= 2 * plan["experts_total"]
+    assert stats["device_passed"] > 0.5 * stats["device_fetched"] > 0
+    if vram == "50%":
+        assert stats["device_hits"] > 0, "what the pool holds is not given up for a prompt"
+
+
+@pytest.mark.parametrize("ram", ["30%", "100%"])
+def test_a_prompt_is_shared_with_the_host(emulated: DeviceProcess, tiny_model, ram: str) -> None:
+    path = tiny_model(**SMALL)
+    there, stats = emulated.run(prompt_run, path, {"vram_budget": "20%", "ram_budget": ram})
+    with contextlib.closing(open_model(Stock, path, n_ubatch=250)) as llm:
+        for logits in there:
+            assert_same(logits, prefill(llm, prompt(500, seed=9)))
+    assert stats["failures"] == 0
+
+
 def test_ggml_s_rpc_as_the_device(rpc: DeviceProcess, tiny_model) -> None:
     path = tiny_model(**SMALL)
     for placement in ("spice", "all-fetch"):
