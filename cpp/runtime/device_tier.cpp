@@ -186,6 +186,7 @@ DeviceTier::~DeviceTier() {
         const std::lock_guard lock(engine_.mutex_);
         stopping_ = true;
         fills_.clear();
+        wanted_.clear();
     }
     if (link_ != nullptr) link_->finish(); // its thread may be on the way to submit one more
 }
@@ -341,26 +342,40 @@ void DeviceTier::queue_fill(int32_t group, int32_t expert, bool may_evict) {
     if (fills_.size() < max_fills) fills_.push_back({group, expert, may_evict});
 }
 
+void DeviceTier::want(int32_t group, int32_t expert) {
+    const SizeClass &cls =
+        classes_[static_cast<size_t>(engine_.groups_[static_cast<size_t>(group)].size_class)];
+    if (wanted_.size() < static_cast<size_t>(cls.pool.n_free())) wanted_.push_back({group, expert, false});
+}
+
+bool DeviceTier::begin_fill(const Fill &fill, Upload &upload) {
+    const auto [group, expert, may_evict] = fill;
+    const SizeClass &cls =
+        classes_[static_cast<size_t>(engine_.groups_[static_cast<size_t>(group)].size_class)];
+    if (!may_evict && cls.pool.n_free() == 0) return false; // others were quicker
+    if (slab(group, expert).state != State::absent || !in_host_memory(group, expert) ||
+        !give_slot(group, expert)) {
+        return false; // or everything is in use
+    }
+    upload = prepare(group, expert, slab(group, expert).slot);
+    upload.fill = true;
+    counters_.filled += 1;
+    return true;
+}
+
 void DeviceTier::pump() {
     Upload upload;
     {
         const std::lock_guard lock(engine_.mutex_);
         if (stopping_ || !flights_.empty() || submitting_ > 0) return;
         bool found = false;
-        while (!found && !fills_.empty()) {
-            const auto [group, expert, may_evict] = fills_.front();
-            fills_.pop_front();
-            const SizeClass &cls =
-                classes_[static_cast<size_t>(engine_.groups_[static_cast<size_t>(group)].size_class)];
-            if (!may_evict && cls.pool.n_free() == 0) continue; // others were quicker
-            // Else it may be stale, or everything is in use.
-            found = slab(group, expert).state == State::absent && in_host_memory(group, expert) &&
-                    give_slot(group, expert);
-            if (found) upload = prepare(group, expert, slab(group, expert).slot);
+        for (std::deque<Fill> *queue : {&fills_, &wanted_}) {
+            while (!found && !queue->empty()) {
+                found = begin_fill(queue->front(), upload);
+                queue->pop_front();
+            }
         }
         if (!found) return;
-        upload.fill = true;
-        counters_.filled += 1;
     }
     (void)submit(std::move(upload), nullptr);
 }

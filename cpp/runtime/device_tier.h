@@ -108,6 +108,11 @@ class DeviceTier {
     void forget();
     void count_unfit();   ///< a block that only the host can compute
     void count_refused(); ///< a layer call that the device had no memory for
+    /// Sends it up when the link has nothing else to do, as long as a slot is empty. Under the Engine's lock,
+    /// for a group that it owns.
+    void want(int32_t group, int32_t expert);
+    /// Sends something of what waits if the link is idle. Without the lock.
+    void pump();
     /// It is there or on its way. Under the Engine's lock, for a group that it owns.
     [[nodiscard]] bool has(int32_t group, int32_t expert) const;
     [[nodiscard]] DeviceCounters counters() const;
@@ -177,7 +182,6 @@ class DeviceTier {
     // Without it:
     DeviceLink::Ticket submit(Upload upload, ggml_backend_event_t after);
     void uploaded(DeviceLink::Ticket ticket, double begun, double ended);
-    void pump(); ///< submits a fill when the link is idle
 
     Engine &engine_;
     ggml_backend_dev_t device_ = nullptr;
@@ -193,8 +197,10 @@ class DeviceTier {
         int32_t expert = 0;
         bool may_evict = false; ///< else it takes an empty slot only
     };
+    [[nodiscard]] bool begin_fill(const Fill &fill, Upload &upload); ///< under the lock; false: stale
     std::deque<Fill> fills_;
-    size_t submitting_ = 0; ///< uploads that have a slot and no ticket yet
+    std::deque<Fill> wanted_; ///< when there are no fills
+    size_t submitting_ = 0;   ///< uploads that have a slot and no ticket yet
     bool stopping_ = false;
 
     // Scratch of begin():

@@ -96,8 +96,9 @@ Status check_simulation(const Routing &r, const Machine &m, const Model &model, 
         return bad("strategy " + o.strategy + " needs at least one slot per layer: " +
                    std::to_string(r.n_layers) + ", not " + std::to_string(o.slots));
     }
-    if (!o.predictor.empty() && policy::make_predictor(o.predictor, {1, 2, 1, 1}) == nullptr) {
-        std::string message = "no predictor is called '" + o.predictor + "'; there are";
+    if (!o.predictor.empty() && o.predictor != "none" &&
+        policy::make_predictor(o.predictor, {1, 2, 1, 1}) == nullptr) {
+        std::string message = "no predictor is called '" + o.predictor + "'; there are none,";
         for (const std::string_view name : policy::predictor_names()) message.append(" ").append(name);
         return bad(message);
     }

@@ -56,7 +56,7 @@ class Simulator {
     }
 
     std::unique_ptr<policy::Predictor> make_predictor(const policy::Strategy &strategy) {
-        if (strategy.horizon() == 0) return nullptr;
+        if (strategy.horizon() == 0 || o_.predictor == "none") return nullptr;
         const policy::RoutingShape shape{r_.n_layers, r_.n_experts, r_.top_k, strategy.horizon()};
         recall_ = o_.recall;
         if (o_.predictor.empty() && recall_.empty()) {

@@ -318,6 +318,24 @@ TEST(a_call_that_the_device_gives_up_leaves_no_trace) {
     CHECK_EQ(f.tier().counters().resident_experts, 0u);
 }
 
+TEST(what_is_preloaded_goes_up_as_long_as_there_is_room) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 0.5, "static").message(), "");
+    const std::vector<std::pair<int32_t, int32_t>> wanted = {{1, 3}, {0, 2}, {1, 0}, {0, 0}, {0, 1}, {1, 1}};
+    CHECK_EQ(f.engine->preload(wanted).message(), "");
+    const int64_t room = f.tier().plan().n_slots;
+    for (int i = 0; i < 5000; ++i) {
+        const spice::DeviceCounters c = f.tier().counters();
+        if (c.link.uploads == static_cast<uint64_t>(room)) break;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CHECK_EQ(f.tier().counters().resident_experts, static_cast<uint64_t>(room));
+    DeviceCall device;
+    device.begin(f.tier(), 1, std::vector<int32_t>{3});
+    CHECK_EQ(device.resident().size(), 1u);
+    CHECK_EQ(f.tier().counters().evictions, 0u);
+}
+
 TEST(a_budget_for_everything_holds_everything) {
     test::GgufBuilder model = test::good_model(5); // one layer of another size: a small size class
     for (const char *part : {"gate", "up", "down"}) {
