@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FAILURES = {"allocation": 0, "copy": 1, "compute": 2}
+FAILURES = {"allocation": 0, "copy": 1, "compute": 2, "event": 3}
 
 
 class EmulatorUnavailableError(Exception):
@@ -119,7 +119,7 @@ class Emulator:
         self._check(self._library.spice_emulator_configure(device, ctypes.byref(settings)))
 
     def fail(self, what: str, nth: int, device: int = 0) -> None:
-        """Let the ``nth`` allocation, copy or compute from now on fail; 0 takes it back."""
+        """Let the ``nth`` operation of that kind (:data:`FAILURES`) from now on fail; 0 takes it back."""
         self._check(self._library.spice_emulator_fail(device, FAILURES[what], ctypes.c_uint64(nth)))
 
     def counters(self, device: int = 0) -> dict[str, int | float]:
@@ -133,5 +133,5 @@ class Emulator:
         self._check(self._library.spice_emulator_reset_counters(device))
 
     def misuse(self, device: int = 0) -> str:
-        """What was asked of the device that no device could do, or ``""``."""
+        """What was asked of the device since the last reset that no device could do, or ``""``."""
         return self._library.spice_emulator_misuse(device).decode()

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <string>
 
@@ -74,7 +75,14 @@ void RowCopies::run(ggml_tensor *, int thread, int n_threads, void *job) {
 }
 
 ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
-    reset();
+    struct AtEnd { // of exceptions too: what a call holds must not outlive it
+        BlockGraph &it;
+        ~AtEnd() { it.reset(); }
+    } const at_end{*this};
+    return run_nodes(graph, n_threads);
+}
+
+ggml_status BlockGraph::run_nodes(ggml_cgraph *graph, int n_threads) {
     const double begun = Timeline::now();
     graph_ = graph;
     n_threads_ = n_threads;
@@ -83,11 +91,11 @@ ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
     const auto n_shared = static_cast<size_t>(std::ranges::count_if(nodes_, is_shared_expert_node));
     count_.delegated_nodes = nodes_.size() - count_.matmul_nodes;
 
-    // At most three nodes for each of ours (pack, multiply, merge), and four tensors; and for each of the
+    // At most four nodes for each of ours (pack, multiply, join, copy), and five tensors; and for each of the
     // shared expert's (the early twin, the copy of its result).
-    const size_t capacity = nodes_.size() + 2 * count_.matmul_nodes + 2 * n_shared;
+    const size_t capacity = nodes_.size() + 3 * count_.matmul_nodes + 2 * n_shared;
     const size_t bytes = ggml_graph_overhead_custom(capacity, false) +
-                         (count_.matmul_nodes * 5 + n_shared * 2) * ggml_tensor_overhead();
+                         (count_.matmul_nodes * 6 + n_shared * 2) * ggml_tensor_overhead();
     if (arena_.size() < bytes) arena_.resize(bytes);
     context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
     if (context_ == nullptr) throw std::bad_alloc();
@@ -112,15 +120,12 @@ ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
             engine_->timeline().add(Timeline::Track::layer, "layer " + layer, begun, Timeline::now());
         }
     }
-    reset();
     return status;
 }
 
 void BlockGraph::reset() {
     count_ = {};
-    for (DeviceLaunch &launch : launches_) launch.wait(); // when a call ended early
-    launches_used_ = 0;
-    block_.reset();
+    for (const auto &lane : lanes_) lane->free();
     calls_.clear(); // unpins; waits for reads when a call ended early
     packs_.clear();
     matmuls_.clear();
@@ -222,12 +227,26 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     RoutedCall &call = calls_.emplace_back();
     call.ids = ids;
     call.group = weights.group;
-    const std::vector<int32_t> left = share_with_device(node, weights, call, routed);
-    if (Status status = call.layer.begin(*weights.engine, weights.group, left); !status.ok()) {
-        return fail(std::move(status));
+    DeviceLane *lane = lane_of(weights);
+    if (lane != nullptr && lane->state() != DeviceLane::State::free) { // two blocks in one split
+        if (const ggml_status status = run_pending(); status != GGML_STATUS_SUCCESS) return status;
+        if (lane->state() == DeviceLane::State::computing) lane = nullptr; // interleaved: the host's
     }
-    if (Status status = launch_device(call, routed); !status.ok()) {
-        weights.engine->device()->forget();
+    if (lane != nullptr) {
+        const auto pending = [&](const ggml_tensor *tensor) { return is_pending(tensor); };
+        if (Status status = lane->share(graph_, call, routed, pending); !status.ok()) {
+            weights.engine->device(weights.group)->forget();
+            return fail(std::move(status));
+        }
+    }
+    std::span<const int32_t> left = routed;
+    std::vector<int32_t> rest;
+    if (!call.device.empty()) {
+        std::ranges::copy_if(routed, std::back_inserter(rest),
+                             [&](int32_t id) { return !call.device.takes(id); });
+        left = rest;
+    }
+    if (Status status = call.layer.begin(*weights.engine, weights.group, left); !status.ok()) {
         return fail(std::move(status));
     }
     const RouterInput input = router_input(node);
@@ -243,69 +262,28 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     return GGML_STATUS_SUCCESS;
 }
 
-std::vector<int32_t> BlockGraph::share_with_device(const ggml_tensor *node, const ExpertTensor &weights,
-                                                   RoutedCall &call, std::span<const int32_t> routed) {
-    std::vector<int32_t> left(routed.begin(), routed.end());
-    DeviceTier *tier = weights.engine->device();
-    if (tier == nullptr) return left;
-    if (device_stream_ == nullptr) device_stream_.reset(ggml_backend_dev_init(tier->device(), nullptr));
-    if (device_stream_ == nullptr) throw std::bad_alloc();
-    if (fits_.size() <= static_cast<size_t>(weights.group)) {
-        fits_.resize(static_cast<size_t>(weights.group) + 1, Fit::unknown);
+DeviceLane *BlockGraph::lane_of(const ExpertTensor &weights) {
+    DeviceTier *tier = weights.engine->device(weights.group);
+    if (tier == nullptr) return nullptr;
+    const auto known = std::ranges::find(lanes_, tier, [](const auto &lane) { return &lane->tier(); });
+    if (known != lanes_.end()) return known->get();
+    std::unique_ptr<DeviceLane> lane = DeviceLane::make(*tier);
+    if (lane == nullptr) {
+        tier->count_refused();
+        return nullptr;
     }
-    Fit &fit = fits_[static_cast<size_t>(weights.group)];
-    if (fit != Fit::no) block_ = BlockShape::recognise(graph_, node->src[2], weights.group);
-    if (fit == Fit::unknown) {
-        const size_t mark = launches_used_;
-        const bool can = block_.has_value() && next_launch().supported(*block_, *tier);
-        fit = can ? Fit::yes : Fit::no;
-        launches_used_ = mark;
-    }
-    if (fit == Fit::no || !block_ || is_pending(block_->x)) {
-        block_.reset();
-        tier->count_unfit();
-        return left;
-    }
-    call.device.begin(*tier, weights.group, routed);
-    std::erase_if(left, [&](int32_t id) { return call.device.takes(id); });
-    call.merge_at = block_->down;
-    return left;
-}
-
-Status BlockGraph::launch_device(RoutedCall &call, std::span<const int32_t> routed) {
-    if (call.merge_at == nullptr) return {};
-    call.launched = Timeline::now();
-    const int64_t n_routed = call.ids->ne[0];
-    const DeviceTier &tier = *engine_->device();
-    for (const std::span<const DeviceExpert> experts : {call.device.resident(), call.device.late()}) {
-        if (experts.empty()) continue;
-        std::vector<DeviceRows> rows;
-        for (const DeviceExpert &expert : experts) {
-            rows.push_back({expert, {}});
-            for (size_t r = 0; r < routed.size(); ++r) {
-                if (routed[r] != expert.expert) continue;
-                rows.back().rows.push_back({static_cast<int32_t>(static_cast<int64_t>(r) % n_routed),
-                                            static_cast<int32_t>(static_cast<int64_t>(r) / n_routed)});
-            }
-        }
-        if (experts.data() == call.device.late().data()) engine_->device()->order(device_stream_.get());
-        DeviceLaunch &launch = next_launch();
-        if (Status status = launch.launch(*block_, tier, rows); !status.ok()) return status;
-        call.launches.push_back(&launch);
-    }
-    return {};
-}
-
-DeviceLaunch &BlockGraph::next_launch() {
-    if (launches_used_ == launches_.size()) launches_.emplace_back(device_stream_.get());
-    return launches_[launches_used_++];
+    return lanes_.emplace_back(std::move(lane)).get();
 }
 
 void BlockGraph::add_merge(RoutedCall &call) {
-    const auto run = [](ggml_tensor *, int thread, int, void *data) {
-        if (thread == 0) static_cast<RoutedCall *>(data)->merge();
+    const auto join = [](ggml_tensor *, int thread, int, void *data) {
+        if (thread == 0) static_cast<RoutedCall *>(data)->join();
     };
-    ggml_graph_add_node(pending_, custom_node(context_.get(), run, &call));
+    ggml_graph_add_node(pending_, custom_node(context_.get(), join, &call));
+    if (call.lane == nullptr) return;
+    RowCopies &rows = copies_.emplace_back();
+    call.lane->results_to(rows);
+    ggml_graph_add_node(pending_, custom_node(context_.get(), RowCopies::run, &rows));
 }
 
 ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weights) {

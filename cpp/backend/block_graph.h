@@ -13,28 +13,18 @@
 // Engine::fail. May throw std::bad_alloc.
 #pragma once
 
-#include "backend/device_block.h"
+#include "backend/device_lane.h"
 #include "backend/early_nodes.h"
 #include "backend/routed_call.h"
+#include "backend/row_copies.h"
 
 #include "ggml-cpp.h"
 
 #include <deque>
+#include <memory>
 #include <vector>
 
 namespace spice {
-
-/// Copies of rows from one place to another, done by every thread of a graph.
-struct RowCopies {
-    struct Copy {
-        const void *from = nullptr;
-        void *to = nullptr;
-        size_t bytes = 0;
-    };
-    std::vector<Copy> copies; ///< none writes to where another reads or writes
-
-    static void run(ggml_tensor *, int thread, int n_threads, void *job); ///< `job`: the RowCopies
-};
 
 class BlockGraph {
   public:
@@ -49,12 +39,8 @@ class BlockGraph {
     [[nodiscard]] ggml_status find_call(const ggml_tensor *node, const ExpertTensor &weights,
                                         RoutedCall **out);
     [[nodiscard]] RouterInput router_input(const ggml_tensor *node) const;
-    /// Gives the device its share of the call's experts; `routed` is [tokens][n_routed]. Returns what is left
-    /// for the host.
-    [[nodiscard]] std::vector<int32_t> share_with_device(const ggml_tensor *node, const ExpertTensor &weights,
-                                                         RoutedCall &call, std::span<const int32_t> routed);
-    [[nodiscard]] Status launch_device(RoutedCall &call, std::span<const int32_t> routed);
-    [[nodiscard]] DeviceLaunch &next_launch();
+    /// The lane of the device that owns the group; nullptr: there is none.
+    [[nodiscard]] DeviceLane *lane_of(const ExpertTensor &weights);
     void add_merge(RoutedCall &call);
     [[nodiscard]] ggml_status multiply_on_host(ggml_tensor *node, const ExpertTensor &weights,
                                                RoutedCall &call);
@@ -65,6 +51,7 @@ class BlockGraph {
                                        std::span<const size_t> wave);
     void add_early();
     void add_early_results();
+    [[nodiscard]] ggml_status run_nodes(ggml_cgraph *graph, int n_threads);
     [[nodiscard]] ggml_status run_pending();
     [[nodiscard]] bool is_pending(const ggml_tensor *tensor) const;
     [[nodiscard]] ggml_status fail(Status status);
@@ -82,13 +69,8 @@ class BlockGraph {
     size_t turn_ = 0;                     ///< the node in hand
     EarlyNodes early_;
     std::deque<RowCopies> copies_;
-    ggml_cgraph *pending_ = nullptr; ///< nodes collected and not yet run
-    ggml_backend_ptr device_stream_; ///< the device's kernels; made at first use
-    std::deque<DeviceLaunch> launches_;
-    size_t launches_used_ = 0;
-    std::optional<BlockShape> block_; ///< of the call that is being set up
-    enum class Fit : uint8_t { unknown, yes, no };
-    std::vector<Fit> fits_; ///< of each group: can the device compute its block?
+    ggml_cgraph *pending_ = nullptr;                 ///< nodes collected and not yet run
+    std::vector<std::unique_ptr<DeviceLane>> lanes_; ///< of the devices that hold experts, made at first use
     std::deque<RoutedCall> calls_;
     std::deque<compute::PackJob> packs_;
     std::deque<compute::MatmulJob> matmuls_;

@@ -13,6 +13,8 @@ namespace {
 
 constexpr size_t max_nodes = 64; // of one block's device graph; blocks have about five
 constexpr int max_depth = 16;
+constexpr size_t staging_unit = 64;
+constexpr size_t n_ids = 3; // slots, experts, rows of x
 
 const ExpertTensor *product_of(const ggml_tensor *node, const ggml_tensor *ids, int32_t group) {
     if (node->op != GGML_OP_MUL_MAT_ID || node->src[2] != ids) return nullptr;
@@ -48,17 +50,46 @@ bool is_column_view(const ggml_tensor *node) {
            node->view_offs >= source->view_offs && node->view_offs - source->view_offs < source->nb[1];
 }
 
-/// Every leaf of the expression is one of the products.
-bool from_products(const ggml_tensor *node, const std::vector<const ggml_tensor *> &products, int depth) {
-    if (std::ranges::find(products, node) != products.end()) return true;
+/// A weight in host memory that nothing computes: [n, n_expert] or [n_expert], as floats.
+bool is_host_weight(const ggml_tensor *node) {
+    return node->op == GGML_OP_NONE && node->type == GGML_TYPE_F32 && node->buffer != nullptr &&
+           ggml_backend_buffer_is_host(node->buffer) && ggml_is_contiguous(node);
+}
+
+/// The bias of each expert that the node adds, or nullptr.
+const ggml_tensor *bias_of(const ggml_tensor *node, const BlockShape &block) {
+    if (node->op != GGML_OP_ADD_ID || node->src[2] != block.ids || !is_host_weight(node->src[1]))
+        return nullptr;
+    return node->src[1]->ne[0] == node->ne[0] ? node->src[1] : nullptr;
+}
+
+/// The scale of each expert that the node multiplies by, GET_ROWS(REPEAT(RESHAPE(scale)), ids), or nullptr.
+const ggml_tensor *scale_of(const ggml_tensor *node, const BlockShape &block) {
+    if (node->op != GGML_OP_MUL) return nullptr;
+    const ggml_tensor *chosen = node->src[1];
+    if (chosen->op != GGML_OP_GET_ROWS || chosen->src[1] != block.ids || chosen->ne[0] != 1) return nullptr;
+    const ggml_tensor *repeated = chosen->src[0];
+    if (repeated->op != GGML_OP_REPEAT || repeated->src[0]->op != GGML_OP_RESHAPE) return nullptr;
+    const ggml_tensor *scale = repeated->src[0]->src[0];
+    if (!is_host_weight(scale) || ggml_n_dims(scale) != 1 || scale->ne[0] != repeated->ne[1]) return nullptr;
+    return repeated->ne[0] == 1 ? scale : nullptr;
+}
+
+/// Every leaf of the expression is one of the products, or goes by expert.
+bool from_products(const ggml_tensor *node, BlockShape &block, int depth) {
+    if (std::ranges::find(block.products, node) != block.products.end()) return true;
     if (depth > max_depth || node->type != GGML_TYPE_F32) return false;
-    if (is_column_view(node)) return from_products(node->src[0], products, depth + 1);
+    if (is_column_view(node)) return from_products(node->src[0], block, depth + 1);
+    if (bias_of(node, block) != nullptr || scale_of(node, block) != nullptr) {
+        block.by_expert = true;
+        return from_products(node->src[0], block, depth + 1);
+    }
     if (!is_elementwise(node) || node->src[0] == nullptr) return false;
     for (const ggml_tensor *source : node->src) {
         if (source == nullptr) continue;
         // Rows are renamed one by one: both operands must have the same ones.
         if (source->ne[1] != node->ne[1] || source->ne[2] != node->ne[2]) return false;
-        if (!from_products(source, products, depth + 1)) return false;
+        if (!from_products(source, block, depth + 1)) return false;
     }
     return true;
 }
@@ -66,9 +97,10 @@ bool from_products(const ggml_tensor *node, const std::vector<const ggml_tensor 
 /// Makes the nodes of one block on the device, operands first.
 class Emitter {
   public:
-    Emitter(ggml_context *context, const BlockShape &block, const DeviceTier &tier, ggml_tensor *x,
-            ggml_tensor *ids)
-        : context_(context), block_(block), tier_(tier), x_(x), ids_(ids) {}
+    Emitter(ggml_context *context, const BlockShape &block, DeviceTier &tier, ggml_tensor *x,
+            ggml_tensor *slot_ids, ggml_tensor *expert_ids)
+        : context_(context), block_(block), tier_(tier), x_(x), slot_ids_(slot_ids), expert_ids_(expert_ids) {
+    }
 
     ggml_tensor *emit(const ggml_tensor *node) {
         const auto [it, fresh] = made_.try_emplace(node, nullptr);
@@ -77,6 +109,7 @@ class Emitter {
         made_[node] = twin;
         return twin;
     }
+    [[nodiscard]] const Status &status() const { return status_; } ///< of copying weights to the device
 
   private:
     ggml_tensor *make(const ggml_tensor *node) {
@@ -85,7 +118,7 @@ class Emitter {
         if (product) {
             ggml_tensor *input = node == block_.down ? emit(node->src[1]) : x_;
             ggml_tensor *twin =
-                ggml_mul_mat_id(context_, tier_.slot_tensor(*expert_tensor(node->src[0])), input, ids_);
+                ggml_mul_mat_id(context_, tier_.slot_tensor(*expert_tensor(node->src[0])), input, slot_ids_);
             std::memcpy(twin->op_params, node->op_params, sizeof(node->op_params)); // its precision
             return twin;
         }
@@ -93,6 +126,18 @@ class Emitter {
         if (node->op == GGML_OP_VIEW) {
             return ggml_view_3d(context_, source, node->ne[0], source->ne[1], source->ne[2], source->nb[1],
                                 source->nb[2], node->view_offs - node->src[0]->view_offs);
+        }
+        if (const ggml_tensor *bias = bias_of(node, block_); bias != nullptr) {
+            ggml_tensor *there = by_expert(bias, bias->ne[0]);
+            return there == nullptr ? source : ggml_add_id(context_, source, there, expert_ids_);
+        }
+        if (const ggml_tensor *scale = scale_of(node, block_); scale != nullptr) {
+            ggml_tensor *there = by_expert(scale, 1);
+            if (there == nullptr) return source;
+            const int64_t n = ggml_nelements(expert_ids_);
+            ggml_tensor *chosen = ggml_get_rows(context_, there, ggml_reshape_1d(context_, expert_ids_, n));
+            return ggml_mul(context_, source,
+                            ggml_reshape_3d(context_, chosen, 1, source->ne[1], source->ne[2]));
         }
         ggml_tensor *twin =
             ggml_new_tensor_3d(context_, node->type, node->ne[0], source->ne[1], source->ne[2]);
@@ -105,11 +150,20 @@ class Emitter {
         return twin;
     }
 
+    ggml_tensor *by_expert(const ggml_tensor *weight, int64_t n) {
+        Result<ggml_tensor *> there = tier_.on_device(*weight, n);
+        if (there.ok()) return there.value();
+        status_ = there.status();
+        return nullptr;
+    }
+
     ggml_context *context_;
     const BlockShape &block_;
-    const DeviceTier &tier_;
+    DeviceTier &tier_;
     ggml_tensor *x_;
-    ggml_tensor *ids_;
+    ggml_tensor *slot_ids_;
+    ggml_tensor *expert_ids_;
+    Status status_;
     std::unordered_map<const ggml_tensor *, ggml_tensor *> made_;
 };
 
@@ -117,16 +171,11 @@ size_t align_up(size_t n, size_t alignment) {
     return (n + alignment - 1) / alignment * alignment;
 }
 
-const std::byte *row_of(const ggml_tensor *tensor, const RoutedCall::Row &row) {
-    return static_cast<const std::byte *>(tensor->data) +
-           row.i % tensor->ne[1] * static_cast<int64_t>(tensor->nb[1]) +
-           row.t * static_cast<int64_t>(tensor->nb[2]);
-}
-
 } // namespace
 
 std::optional<BlockShape> BlockShape::recognise(ggml_cgraph *graph, const ggml_tensor *ids, int32_t group) {
     BlockShape block;
+    block.ids = ids;
     for (int n = 0; n < ggml_graph_n_nodes(graph); ++n) {
         const ggml_tensor *node = ggml_graph_node(graph, n);
         const ExpertTensor *weights = product_of(node, ids, group);
@@ -142,55 +191,37 @@ std::optional<BlockShape> BlockShape::recognise(ggml_cgraph *graph, const ggml_t
         }
     }
     if (block.down == nullptr || block.x == nullptr || block.x->nb[0] != sizeof(float)) return std::nullopt;
-    if (!from_products(block.down->src[1], block.products, 0)) return std::nullopt;
+    if (!from_products(block.down->src[1], block, 0)) return std::nullopt;
     return block;
 }
 
-ggml_cgraph *DeviceLaunch::build(const BlockShape &block, const DeviceTier &tier, int64_t n_rows,
-                                 bool one_x) {
-    const size_t bytes = max_nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(max_nodes, false);
-    if (arena_.size() < bytes) arena_.resize(bytes);
-    context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
-    if (context_ == nullptr) throw std::bad_alloc();
-    const int64_t n_in = block.x->ne[0];
-    // One token: its experts share the row. Otherwise each (token, expert) is a token with one expert.
-    x_ = ggml_new_tensor_3d(context_.get(), GGML_TYPE_F32, n_in, 1, one_x ? 1 : n_rows);
-    ids_ = ggml_new_tensor_2d(context_.get(), GGML_TYPE_I32, one_x ? n_rows : 1, one_x ? 1 : n_rows);
-    ggml_set_input(x_);
-    ggml_set_input(ids_);
-    result_ = Emitter(context_.get(), block, tier, x_, ids_).emit(block.down);
-    ggml_set_output(result_);
-    ggml_cgraph *graph = ggml_new_graph_custom(context_.get(), max_nodes, false);
-    ggml_build_forward_expand(graph, result_);
-    return graph;
-}
-
-Status DeviceLaunch::place() {
+Status DeviceWork::place(ggml_context *context) {
     const ggml_backend_dev_t device = ggml_backend_get_device(stream_);
     const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
     const size_t alignment = ggml_backend_buft_get_alignment(type);
     size_t total = 0;
     const auto needs_room = [](const ggml_tensor *t) { return t->data == nullptr && t->view_src == nullptr; };
-    for (ggml_tensor *t = ggml_get_first_tensor(context_.get()); t != nullptr;
-         t = ggml_get_next_tensor(context_.get(), t)) {
+    for (ggml_tensor *t = ggml_get_first_tensor(context); t != nullptr;
+         t = ggml_get_next_tensor(context, t)) {
         if (needs_room(t)) total += align_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
     }
-    if (work_ == nullptr || ggml_backend_buffer_get_size(work_.get()) < total) {
-        work_.reset();
-        work_.reset(ggml_backend_buft_alloc_buffer(type, total));
-        if (work_ == nullptr) {
+    if (buffer_ == nullptr || ggml_backend_buffer_get_size(buffer_.get()) < total) {
+        ggml_backend_synchronize(stream_); // earlier launches use it
+        buffer_.reset();
+        buffer_.reset(ggml_backend_buft_alloc_buffer(type, total));
+        if (buffer_ == nullptr) {
             return {Code::out_of_memory, std::string(ggml_backend_dev_name(device)) + " has no " +
                                              std::to_string(total) +
                                              " bytes for a layer call; give a smaller vram_budget or batch"};
         }
-        ggml_backend_buffer_clear(work_.get(), 0);
+        ggml_backend_buffer_clear(buffer_.get(), 0);
     }
-    auto *next = static_cast<std::byte *>(ggml_backend_buffer_get_base(work_.get()));
-    for (ggml_tensor *t = ggml_get_first_tensor(context_.get()); t != nullptr;
-         t = ggml_get_next_tensor(context_.get(), t)) {
+    auto *next = static_cast<std::byte *>(ggml_backend_buffer_get_base(buffer_.get()));
+    for (ggml_tensor *t = ggml_get_first_tensor(context); t != nullptr;
+         t = ggml_get_next_tensor(context, t)) {
         ggml_status status = GGML_STATUS_SUCCESS;
         if (needs_room(t)) {
-            status = ggml_backend_tensor_alloc(work_.get(), t, next);
+            status = ggml_backend_tensor_alloc(buffer_.get(), t, next);
             next += align_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
         } else if (t->view_src != nullptr && t->buffer == nullptr) {
             status = ggml_backend_view_init(t);
@@ -200,70 +231,96 @@ Status DeviceLaunch::place() {
     return {};
 }
 
-bool DeviceLaunch::supported(const BlockShape &block, const DeviceTier &tier) {
-    ggml_cgraph *graph = build(block, tier, 1, true);
-    if (!place().ok()) return false;
-    for (int n = 0; n < ggml_graph_n_nodes(graph); ++n) {
-        if (!ggml_backend_supports_op(stream_, ggml_graph_node(graph, n))) return false;
+Result<ggml_cgraph *> DeviceLaunch::build(const BlockShape &block, DeviceTier &tier, int64_t n_rows,
+                                          ggml_tensor *x) {
+    const size_t bytes = max_nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(max_nodes, false);
+    if (arena_.size() < bytes) arena_.resize(bytes);
+    context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
+    if (context_ == nullptr) throw std::bad_alloc();
+    ggml_context *context = context_.get();
+    const bool one_row = block.one_row();
+    const int64_t n_in = block.x->ne[0];
+    if (x == nullptr) x = ggml_new_tensor_2d(context, GGML_TYPE_F32, n_in, one_row ? 1 : n_rows);
+    // One token: its experts share the row. Otherwise each (token, expert) is a token with one expert.
+    const auto new_ids = [&] {
+        ggml_tensor *ids =
+            ggml_new_tensor_2d(context, GGML_TYPE_I32, one_row ? n_rows : 1, one_row ? 1 : n_rows);
+        ggml_set_input(ids);
+        return ids;
+    };
+    slot_ids_ = new_ids();
+    expert_ids_ = block.by_expert ? new_ids() : nullptr;
+    x_rows_ = nullptr;
+    if (!one_row) {
+        x_rows_ = ggml_new_tensor_1d(context, GGML_TYPE_I32, n_rows);
+        ggml_set_input(x_rows_);
+        x = ggml_get_rows(context, x, x_rows_);
+    }
+    x = ggml_reshape_3d(context, x, n_in, 1, one_row ? 1 : n_rows);
+    Emitter emitter(context, block, tier, x, slot_ids_, expert_ids_);
+    result_ = emitter.emit(block.down);
+    if (!emitter.status().ok()) return emitter.status();
+    ggml_set_output(result_);
+    ggml_cgraph *graph = ggml_new_graph_custom(context, max_nodes, false);
+    ggml_build_forward_expand(graph, result_);
+    if (Status status = work_.place(context); !status.ok()) return status;
+    return graph;
+}
+
+std::optional<bool> DeviceLaunch::supported(const BlockShape &block, DeviceTier &tier) {
+    const Result<ggml_cgraph *> graph = build(block, tier, 1, nullptr);
+    if (!graph.ok()) return std::nullopt;
+    for (int n = 0; n < ggml_graph_n_nodes(graph.value()); ++n) {
+        if (!ggml_backend_supports_op(stream_, ggml_graph_node(graph.value(), n))) return false;
     }
     return true;
 }
 
-Status DeviceLaunch::launch(const BlockShape &block, const DeviceTier &tier,
-                            std::span<const DeviceRows> experts) {
-    wait();
+size_t DeviceLaunch::staging_bytes(const BlockShape &block, size_t n_rows) {
+    const size_t row = static_cast<size_t>(block.down->ne[0]) * sizeof(float);
+    return n_ids * align_up(n_rows * sizeof(int32_t), staging_unit) + align_up(n_rows * row, staging_unit);
+}
+
+Status DeviceLaunch::launch(const BlockShape &block, DeviceTier &tier, ggml_tensor *x,
+                            std::span<const DeviceRows> experts, std::byte *staging) {
     rows_.clear();
     for (const DeviceRows &it : experts) rows_.insert(rows_.end(), it.rows.begin(), it.rows.end());
-    down_ = block.down;
-    const auto n_rows = static_cast<int64_t>(rows_.size());
-    const bool one_x = block.x->ne[1] == 1 && block.x->ne[2] == 1;
-    ggml_cgraph *graph = build(block, tier, n_rows, one_x);
-    if (Status status = place(); !status.ok()) return status;
+    const auto graph = build(block, tier, static_cast<int64_t>(rows_.size()), x);
+    if (!graph.ok()) return graph.status();
 
-    constexpr size_t unit = 64;
-    const size_t x_bytes = align_up(ggml_nbytes(x_), unit);
-    const size_t ids_bytes = align_up(ggml_nbytes(ids_), unit);
-    const size_t total = x_bytes + ids_bytes + ggml_nbytes(result_);
-    if (staging_ == nullptr || ggml_backend_buffer_get_size(staging_.get()) < total) {
-        const ggml_backend_dev_t device = ggml_backend_get_device(stream_);
-        ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(device);
-        if (type == nullptr) type = ggml_backend_cpu_buffer_type();
-        staging_.reset();
-        staging_.reset(ggml_backend_buft_alloc_buffer(type, total));
-        if (staging_ == nullptr) throw std::bad_alloc();
-    }
-    auto *in = static_cast<std::byte *>(ggml_backend_buffer_get_base(staging_.get()));
-    auto *ids = reinterpret_cast<int32_t *>(in + x_bytes);
-    std::byte *out = in + x_bytes + ids_bytes;
-    results_ = out;
-    const size_t row_bytes = x_->nb[1];
-    for (int64_t r = 0; r < (one_x ? 1 : n_rows); ++r) {
-        std::memcpy(in + static_cast<size_t>(r) * row_bytes, row_of(block.x, rows_[static_cast<size_t>(r)]),
-                    row_bytes);
-    }
-    for (const DeviceRows &it : experts) ids = std::fill_n(ids, it.rows.size(), it.expert.slot);
-
-    running_ = true;
-    ggml_backend_tensor_set_async(stream_, x_, in, 0, ggml_nbytes(x_));
-    ggml_backend_tensor_set_async(stream_, ids_, in + x_bytes, 0, ggml_nbytes(ids_));
-    if (ggml_backend_graph_compute_async(stream_, graph) != GGML_STATUS_SUCCESS) {
+    const auto send = [&](ggml_tensor *ids, const auto &fill) {
+        if (ids == nullptr) return;
+        fill(reinterpret_cast<int32_t *>(staging));
+        ggml_backend_tensor_set_async(stream_, ids, staging, 0, ggml_nbytes(ids));
+        staging += align_up(ggml_nbytes(ids), staging_unit);
+    };
+    send(slot_ids_, [&](int32_t *to) {
+        for (const DeviceRows &it : experts) to = std::fill_n(to, it.rows.size(), it.expert.slot);
+    });
+    send(expert_ids_, [&](int32_t *to) {
+        for (const DeviceRows &it : experts) to = std::fill_n(to, it.rows.size(), it.expert.expert);
+    });
+    send(x_rows_, [&](int32_t *to) {
+        for (const RoutedCall::Row &row : rows_) {
+            *to++ =
+                row.t * static_cast<int32_t>(block.x->ne[1]) + row.i % static_cast<int32_t>(block.x->ne[1]);
+        }
+    });
+    if (ggml_backend_graph_compute_async(stream_, graph.value()) != GGML_STATUS_SUCCESS) {
         return {Code::device,
                 std::string(ggml_backend_name(stream_)) + " failed to compute experts; try again"};
     }
-    ggml_backend_tensor_get_async(stream_, result_, out, 0, ggml_nbytes(result_));
+    ggml_backend_tensor_get_async(stream_, result_, staging, 0, ggml_nbytes(result_));
+    results_ = staging;
     return {};
 }
 
-void DeviceLaunch::wait() {
-    if (std::exchange(running_, false)) ggml_backend_synchronize(stream_);
-}
-
-void DeviceLaunch::scatter() const {
-    const size_t row_bytes = static_cast<size_t>(down_->ne[0]) * sizeof(float);
+void DeviceLaunch::results_to(const ggml_tensor *down, RowCopies &to) const {
+    const size_t row_bytes = static_cast<size_t>(down->ne[0]) * sizeof(float);
     for (size_t r = 0; r < rows_.size(); ++r) {
-        auto *to = static_cast<std::byte *>(down_->data) + rows_[r].i * static_cast<int64_t>(down_->nb[1]) +
-                   rows_[r].t * static_cast<int64_t>(down_->nb[2]);
-        std::memcpy(to, results_ + r * row_bytes, row_bytes);
+        auto *row = static_cast<std::byte *>(down->data) + rows_[r].i * static_cast<int64_t>(down->nb[1]) +
+                    rows_[r].t * static_cast<int64_t>(down->nb[2]);
+        to.copies.push_back({results_ + r * row_bytes, row, row_bytes});
     }
 }
 

@@ -1,6 +1,6 @@
 #include "backend/routed_call.h"
 
-#include "backend/device_block.h"
+#include "backend/device_lane.h"
 
 #include <algorithm>
 #include <new>
@@ -14,13 +14,12 @@ void RoutedCall::predict() noexcept {
     }
 }
 
-void RoutedCall::merge() {
+void RoutedCall::join() {
     const double begun = Timeline::now();
-    for (DeviceLaunch *launch : launches) launch->wait();
+    if (lane != nullptr) lane->wait();
     const double done = Timeline::now();
-    for (const DeviceLaunch *launch : launches) launch->scatter();
     device.ended({.host = rows.empty() ? 0.0 : begun - launched,
-                  .device = launches.empty() ? 0.0 : done - launched,
+                  .device = lane == nullptr ? 0.0 : done - launched,
                   .waited = done - begun});
 }
 

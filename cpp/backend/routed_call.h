@@ -4,7 +4,7 @@
 #pragma once
 
 #include "compute/expert_matmul.h"
-#include "runtime/device_tier.h"
+#include "runtime/device_call.h"
 #include "runtime/layer_call.h"
 
 #include "ggml.h"
@@ -16,7 +16,7 @@
 
 namespace spice {
 
-class DeviceLaunch;
+class DeviceLane;
 
 struct RoutedCall {
     struct Row {
@@ -49,14 +49,14 @@ struct RoutedCall {
     // With a device tier and a block that the device can compute:
     DeviceCall device;                     ///< its experts are not in `layer`
     const ggml_tensor *merge_at = nullptr; ///< the down product, where the device's results join
-    std::vector<DeviceLaunch *> launches;  ///< under way
+    DeviceLane *lane = nullptr;            ///< that computes them
     double launched = 0.0;                 ///< when
 
     /// Makes the predictions. On one thread, any of the graph's; without memory there are none.
     void predict() noexcept;
 
-    /// Waits for the device and puts its rows into the down product. On one thread.
-    void merge();
+    /// Waits for the device, whose rows can be copied then. On one thread.
+    void join();
 
     /// Sorts the rows by expert; `routed` is [tokens][n_routed], the ids that `layer` was begun with.
     void sort_rows(std::span<const int32_t> routed, int64_t n_routed, int32_t n_expert);

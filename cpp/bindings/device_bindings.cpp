@@ -10,13 +10,21 @@
 namespace py = pybind11;
 using namespace spice;
 
+namespace {
+
+ggml_backend_dev_t find(const std::string &name) {
+    return name.empty() ? DeviceTier::find_device() : ggml_backend_dev_by_name(name.c_str());
+}
+
+} // namespace
+
 void bind_device(py::module_ &m) {
     m.def("placement_names", [] { return to_list(policy::placement_names()); });
 }
 
-py::dict device_needs(const Engine &engine) {
-    const ggml_backend_dev_t device = DeviceTier::find_device();
-    const DevicePlan plan = DeviceTier::needs(engine, device);
+py::dict device_needs(const Engine &engine, const std::string &name, const std::vector<int32_t> &layers) {
+    const ggml_backend_dev_t device = find(name);
+    const DevicePlan plan = DeviceTier::needs(engine, device, layers);
     size_t free = 0;
     size_t total = 0;
     if (device != nullptr) ggml_backend_dev_memory(device, &free, &total);
@@ -32,41 +40,52 @@ py::dict device_needs(const Engine &engine) {
     return out;
 }
 
-Status build_pool(Engine &engine, uint64_t budget, uint64_t pinned_limit) {
-    const ggml_backend_dev_t device = pinned_limit > 0 ? DeviceTier::find_device() : nullptr;
+Status build_pool(Engine &engine, uint64_t budget, const std::string &name, uint64_t pinned_limit) {
+    const ggml_backend_dev_t device = pinned_limit > 0 ? find(name) : nullptr;
     return engine.build_pool(budget, device == nullptr ? nullptr : ggml_backend_dev_host_buffer_type(device),
                              pinned_limit);
 }
 
-Status build_device_pool(Engine &engine, uint64_t budget, const std::string &placement) {
-    const ggml_backend_dev_t device = DeviceTier::find_device();
+Status build_device_pool(Engine &engine, const std::string &name, const std::vector<int32_t> &layers,
+                         uint64_t budget, const std::string &placement, int32_t n_threads) {
+    const ggml_backend_dev_t device = find(name);
     if (device == nullptr) return {Code::unsupported, "llama.cpp has no GPU device; give vram_budget=0"};
-    return engine.build_device_pool(device, budget, placement);
+    return engine.build_device_pool(device, layers, budget, placement, n_threads);
 }
 
-py::dict device_pool(const Engine &engine) {
-    py::dict out;
-    const DevicePlan plan = engine.device() == nullptr ? DevicePlan{} : engine.device()->plan();
-    out["budget"] = plan.budget;
-    out["n_slots"] = plan.n_slots;
-    out["placement"] = plan.placement;
-    return out;
+py::list device_pools(const Engine &engine) {
+    py::list pools;
+    for (const auto &tier : engine.devices()) {
+        py::dict out;
+        out["device"] = tier->plan().device;
+        out["budget"] = tier->plan().budget;
+        out["n_slots"] = tier->plan().n_slots;
+        out["placement"] = tier->plan().placement;
+        out["link_speed"] = tier->plan().link_speed;
+        out["device_speed"] = tier->plan().device_speed;
+        out["host_speed"] = tier->plan().host_speed;
+        pools.append(out);
+    }
+    return pools;
 }
 
-void forget_device(Engine &engine) {
-    if (engine.device() != nullptr) engine.device()->forget();
+void forget_devices(Engine &engine) {
+    for (const auto &tier : engine.devices()) tier->forget();
 }
 
 void add_device_stats(const Engine &engine, py::dict &out) {
-    const DeviceCounters c = engine.device() == nullptr ? DeviceCounters{} : engine.device()->counters();
+    DeviceCounters c;
+    for (const auto &tier : engine.devices()) c += tier->counters();
     out["device_calls"] = c.calls;
     out["device_hits"] = c.hits;
     out["device_fetched"] = c.fetched;
+    out["device_passed"] = c.passed;
     out["device_filled"] = c.filled;
     out["device_left"] = c.host;
     out["device_rows"] = c.rows;
     out["device_evictions"] = c.evictions;
     out["device_unfit"] = c.unfit;
+    out["device_refused"] = c.refused;
     out["device_wait_seconds"] = c.wait_seconds;
     out["upload_bytes"] = c.link.bytes;
     out["uploads"] = c.link.uploads;
@@ -76,5 +95,5 @@ void add_device_stats(const Engine &engine, py::dict &out) {
 }
 
 void reset_device_stats(Engine &engine) {
-    if (engine.device() != nullptr) engine.device()->reset_counters();
+    for (const auto &tier : engine.devices()) tier->reset_counters();
 }

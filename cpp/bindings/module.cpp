@@ -256,10 +256,10 @@ PYBIND11_MODULE(_core, m) {
              py::arg("prefetch_always") = false, py::arg("sidecar") = "", py::arg("sidecar_required") = true)
         .def(
             "build_pool",
-            [](const Model &model, uint64_t budget, uint64_t pinned_limit) {
-                raise_if(build_pool(model.engine(), budget, pinned_limit));
+            [](const Model &model, uint64_t budget, uint64_t pinned_limit, const std::string &device) {
+                raise_if(build_pool(model.engine(), budget, device, pinned_limit));
             },
-            py::arg("budget"), py::arg("pinned_limit") = 0)
+            py::arg("budget"), py::arg("pinned_limit") = 0, py::arg("device") = "")
         .def(
             "preload",
             [](const Model &model, const std::vector<std::pair<int32_t, int32_t>> &experts) {
@@ -268,21 +268,36 @@ PYBIND11_MODULE(_core, m) {
             py::arg("experts"))
         .def("uses", [](const Model &model) { return model.engine().uses(); })
         .def("pool", &pool)
-        .def("device_needs", [](const Model &model) { return device_needs(model.engine()); })
-        .def("device_pool", [](const Model &model) { return device_pool(model.engine()); })
+        .def(
+            "device_needs",
+            [](const Model &model, const std::string &device, const std::vector<int32_t> &layers) {
+                return device_needs(model.engine(), device, layers);
+            },
+            py::arg("device") = "", py::arg("layers") = std::vector<int32_t>())
+        .def("device_pools", [](const Model &model) { return device_pools(model.engine()); })
         .def(
             "build_device_pool",
-            [](const Model &model, uint64_t budget, const std::string &placement) {
-                raise_if(build_device_pool(model.engine(), budget, placement));
+            [](const Model &model, const std::string &device, const std::vector<int32_t> &layers,
+               uint64_t budget, const std::string &placement, int32_t n_threads) {
+                raise_if(build_device_pool(model.engine(), device, layers, budget, placement, n_threads));
             },
-            py::arg("budget"), py::arg("placement") = "")
+            py::arg("device"), py::arg("layers"), py::arg("budget"), py::arg("placement") = "",
+            py::arg("n_threads") = 0)
         .def("start_timeline", [](const Model &model) { model.engine().timeline().start(); })
         .def("write_timeline",
              [](const Model &model, const std::string &path) {
                  raise_if(model.engine().timeline().write(path));
              })
-        .def("forget_device", [](const Model &model) { forget_device(model.engine()); })
+        .def("forget_devices", [](const Model &model) { forget_devices(model.engine()); })
         .def("summary", &summary)
+        .def("moe_layers",
+             [](const Model &model) {
+                 std::vector<int32_t> layers;
+                 for (const LayerExperts &layer : model.engine().index().layers()) {
+                     layers.push_back(layer.layer);
+                 }
+                 return layers;
+             })
         .def("slab_bytes",
              [](const Model &model) { // of one routed expert, by MoE layer
                  std::vector<uint64_t> bytes;

@@ -24,8 +24,7 @@ int spice_emulator_configure(int index, const spice_emulator_settings *settings)
 
 int spice_emulator_fail(int index, int what, uint64_t nth) {
     Device *it = device(index);
-    if (it == nullptr || what < SPICE_EMULATOR_FAIL_ALLOCATION || what > SPICE_EMULATOR_FAIL_COMPUTE)
-        return -1;
+    if (it == nullptr || what < SPICE_EMULATOR_FAIL_ALLOCATION || what > SPICE_EMULATOR_FAIL_EVENT) return -1;
     it->fail(static_cast<Failure>(what), nth);
     return 0;
 }

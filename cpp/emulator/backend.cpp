@@ -178,6 +178,7 @@ bool device_supports_buffer_type(ggml_backend_dev_t device, ggml_backend_buffer_
     return type == &entry_of(device).memory_type;
 }
 ggml_backend_event_t event_new(ggml_backend_dev_t device) {
+    if (entry_of(device).device.fails(Failure::event)) return nullptr;
     auto context = std::make_unique<std::shared_ptr<Event>>(std::make_shared<Event>());
     return new ggml_backend_event{device, context.release()};
 }

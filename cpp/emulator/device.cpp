@@ -126,6 +126,7 @@ spice_emulator_counters Device::counters() const {
 void Device::reset_counters() {
     const std::lock_guard lock(mutex_);
     counters_ = {};
+    misuse_.clear();
     up_.reset();
     down_.reset();
 }

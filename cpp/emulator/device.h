@@ -20,7 +20,7 @@
 
 namespace spice::emulator {
 
-enum class Failure : uint8_t { allocation, copy, compute };
+enum class Failure : uint8_t { allocation, copy, compute, event };
 
 class Device {
   public:
@@ -66,7 +66,7 @@ class Device {
                                          .compute_slowdown = 1.0,
                                          .launch_seconds = 0.0,
                                          .threads = 1};
-    std::array<uint64_t, 3> countdown_ = {}; ///< 0: not to fail
+    std::array<uint64_t, 4> countdown_ = {}; ///< 0: not to fail
     std::atomic<bool> failed_copy_{false};
     DeviceMemory memory_;
     std::map<uintptr_t, Mapping> pinned_;

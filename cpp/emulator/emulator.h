@@ -46,6 +46,7 @@ enum {
     SPICE_EMULATOR_FAIL_COPY = 1,    /* of queued uploads of 4 KiB or more: the bytes stay NaN, and the next
                                         graph on the device fails */
     SPICE_EMULATOR_FAIL_COMPUTE = 2, /* the graph returns GGML_STATUS_FAILED */
+    SPICE_EMULATOR_FAIL_EVENT = 3,   /* the new event is NULL */
 };
 
 /* Registers `n_devices` (1 to 4) devices EMU0.. of type GPU with ggml. 0, or -1: bad number, or done before.
@@ -57,6 +58,6 @@ SPICE_EMULATOR_API int spice_emulator_configure(int device, const spice_emulator
 SPICE_EMULATOR_API int spice_emulator_fail(int device, int what, uint64_t nth);
 SPICE_EMULATOR_API int spice_emulator_read_counters(int device, spice_emulator_counters *counters);
 SPICE_EMULATOR_API int spice_emulator_reset_counters(int device);
-/* What a graph did that no device could do (host memory as a source), or "". Valid until the next such call.
- */
+/* What a graph did since the last reset that no device could do (host memory as a source), or "". Valid until
+ * the next such call. */
 SPICE_EMULATOR_API const char *spice_emulator_misuse(int device);

@@ -4,6 +4,24 @@
 
 namespace spice::emulator {
 
+namespace {
+
+/// Nothing is computed for it: only who reads it needs its bytes.
+bool is_name_only(const ggml_tensor *node) {
+    switch (node->op) {
+    case GGML_OP_NONE:
+    case GGML_OP_VIEW:
+    case GGML_OP_RESHAPE:
+    case GGML_OP_PERMUTE:
+    case GGML_OP_TRANSPOSE:
+        return true;
+    default:
+        return false;
+    }
+}
+
+} // namespace
+
 std::unique_ptr<GraphCopy> GraphCopy::make(ggml_cgraph *graph, const DeviceMemory &memory, std::string &why) {
     auto copy = std::make_unique<GraphCopy>();
     const int n = ggml_graph_n_nodes(graph);
@@ -32,6 +50,7 @@ std::unique_ptr<GraphCopy> GraphCopy::make(ggml_cgraph *graph, const DeviceMemor
     };
     for (int i = 0; i < n; ++i) {
         ggml_tensor *node = ggml_graph_node(graph, i);
+        if (is_name_only(node)) continue;
         ggml_tensor *twin = copy_of(node);
         for (ggml_tensor *&source : twin->src) {
             if (source != nullptr) source = copy_of(source);

@@ -12,6 +12,10 @@
 // bisection: with it the fetching side only grows and the host's only shrinks. Equal times go to fewer
 // fetches.
 //
+// Experts whose transfer is under way can be waited for, or be computed by the host as well: the one that
+// lands last goes to the host, and the next, as long as the call is done earlier for it. (A prefetch that
+// comes late must not cost more than none.)
+//
 // Fill: of the host's experts, those with most rows are sent for later tokens as long as the link would idle
 // until the call is done (`slack`), and one in any case when no prefetch waits: layers are often shorter
 // than a transfer, and the link would never be used otherwise.
@@ -36,14 +40,31 @@ class SpicePlacement final : public Placement {
             places[i] = has(call, i) ? Place::device : Place::host;
             if (!has(call, i)) misses_.push_back(i);
         }
-        if (misses_.empty()) return;
         std::sort(misses_.begin(), misses_.end(), [&](size_t a, size_t b) {
             if (call.rows[a] != call.rows[b]) return call.rows[a] > call.rows[b];
             return call.memory_at(a) != call.memory_at(b) ? call.memory_at(a) < call.memory_at(b) : a < b;
         });
-        group_kinds(call);
-        const double finish = kinds_.empty() ? bisect(call, costs, places) : try_all(call, costs, places);
-        fill(call, costs, places, finish);
+        landing_.clear();
+        for (size_t i = 0; i < places.size(); ++i) {
+            if (has(call, i) && call.on_device[i] > 0.0) landing_.push_back(i);
+        }
+        if (misses_.empty() && landing_.empty()) return;
+        double finish = split(call, costs, places);
+        std::sort(landing_.begin(), landing_.end(), [&](size_t a, size_t b) {
+            return call.on_device[a] != call.on_device[b] ? call.on_device[a] > call.on_device[b] : a < b;
+        });
+        for (const size_t i : landing_) {
+            best_.assign(places.begin(), places.end());
+            places[i] = Place::host;
+            const double other = split(call, costs, places);
+            if (other < finish) {
+                finish = other;
+                continue;
+            }
+            std::copy(best_.begin(), best_.end(), places.begin());
+            break;
+        }
+        if (!misses_.empty()) fill(call, costs, places, finish);
     }
 
   private:
@@ -53,6 +74,13 @@ class SpicePlacement final : public Placement {
         size_t fetched = 0;
         size_t best = 0;
     };
+
+    /// The best split of the misses, the other experts being where they are. Returns when the call is done.
+    double split(const PlacementCall &call, const PlacementCosts &costs, std::span<Place> places) {
+        for (const size_t i : misses_) places[i] = Place::host;
+        group_kinds(call);
+        return kinds_.empty() ? bisect(call, costs, places) : try_all(call, costs, places);
+    }
 
     /// The kinds of misses; none when there are more than max_candidates ways to choose.
     void group_kinds(const PlacementCall &call) {
@@ -148,7 +176,9 @@ class SpicePlacement final : public Placement {
         }
     }
 
-    std::vector<size_t> misses_; ///< of the call, most rows first
+    std::vector<size_t> misses_;  ///< of the call, most rows first
+    std::vector<size_t> landing_; ///< on their way to the device, the last to land first
+    std::vector<Place> best_;
     std::vector<Kind> kinds_;
     std::vector<int32_t> order_;
 };

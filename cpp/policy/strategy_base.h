@@ -6,11 +6,23 @@
 
 #include "policy/strategy.h"
 
+#include <algorithm>
 #include <cassert>
+#include <numeric>
 #include <utility>
 #include <vector>
 
 namespace spice::policy {
+
+/// The experts with most uses [n_groups][n_experts], as many as there are slots, the most used first.
+inline void take_most_used(std::span<const int64_t> uses, const PoolShape &pool, std::vector<SlabId> &to) {
+    std::vector<size_t> order(uses.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return uses[a] > uses[b]; });
+    order.resize(std::min(order.size(), static_cast<size_t>(pool.n_slots)));
+    const auto n = static_cast<size_t>(pool.n_experts);
+    for (const size_t i : order) to.push_back({static_cast<int32_t>(i / n), static_cast<int32_t>(i % n)});
+}
 
 /// One pool for all layers.
 class SharedPool : public Strategy {
@@ -38,6 +50,9 @@ class SharedPool : public Strategy {
     }
     [[nodiscard]] std::optional<SlabId> victim(SlabId, bool, Evictable evictable) override {
         return eviction_->victim(evictable);
+    }
+    void start_with(std::span<const int64_t> uses, std::vector<SlabId> &start) override {
+        take_most_used(uses, pool_, start);
     }
 
   protected:

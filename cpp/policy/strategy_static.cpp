@@ -5,10 +5,10 @@
 // placement_fiddler.cpp. Without a profile the pool stays empty. A fetched expert (Fiddler fetches for many
 // rows, and a machine without a device for every miss) takes the place of the one loaded last: one slot
 // serves for passing through, and the others keep what the profile put there. No constants.
+#include "policy/strategy_base.h"
 #include "policy/strategy_list.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace spice::policy {
 
@@ -34,13 +34,7 @@ class StaticPool final : public Strategy {
     }
 
     void start_with(std::span<const int64_t> uses, std::vector<SlabId> &start) override {
-        std::vector<size_t> order(uses.size());
-        std::iota(order.begin(), order.end(), size_t{0});
-        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return uses[a] > uses[b]; });
-        order.resize(std::min(order.size(), static_cast<size_t>(pool_.n_slots)));
-        const size_t n = static_cast<size_t>(pool_.n_experts);
-        for (const size_t i : order)
-            start.push_back({static_cast<int32_t>(i / n), static_cast<int32_t>(i % n)});
+        take_most_used(uses, pool_, start);
     }
 
   private:

@@ -1,15 +1,19 @@
-// The device tier of one Engine: experts in a bounded pool of device memory, and who computes which expert.
+// One device of one Engine: experts of the layers that it owns in a bounded pool of its memory, and who
+// computes which expert.
 //
-// For a layer call, DeviceCall::begin() asks the placement strategy where each routed expert is computed: on
-// the device (its slab is there, or is sent there now), or on the host (everything that the DeviceCall does
-// not take goes to a LayerCall as before). Slabs go up from the host pool's slots, which are pinned
-// meanwhile, so a slab that is not in host memory is read and computed there first. When the link is idle,
-// host-computed experts are sent up for later (fills), a few at a time, behind all fetches.
+// For a layer call, DeviceCall::begin() (device_call.h) asks the placement strategy where each routed expert
+// is computed: on the device (its slab is there, or is sent there now), or on the host (everything that the
+// DeviceCall does not take goes to a LayerCall as before). Slabs go up from the host pool's slots, which are
+// pinned meanwhile, so a slab that is not in host memory is read and computed there first. When the link is
+// idle, host-computed experts are sent up for later (fills), a few at a time, behind all fetches.
 //
-// Thread: begin and the destructor on a compute thread; they do not block, but for devices without events,
-// whose copies are synchronous. Uploads end on the link's thread. State is guarded by the Engine's lock,
-// which is never held while a device is called. Errors: see make; a device that fails a graph makes the call
-// fail, and forget() empties the pool, because it cannot be known what else did not arrive.
+// What is sent comes in chunks, each computed as soon as it is there. A prompt asks for more of a layer than
+// the pool should be given up for: what it does not have room for passes through a few slots that the call
+// borrows, half of them computed while the other half is sent.
+//
+// Thread: any, but what says otherwise. Uploads end on the link's thread. State is guarded by the Engine's
+// lock, which is never held while a device is called. Errors: see make; a device that fails a graph makes the
+// call fail, and forget() empties the pool, because it cannot be known what else did not arrive.
 #pragma once
 
 #include "policy/eviction.h"
@@ -20,7 +24,10 @@
 #include "store/device_pool.h"
 
 #include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -37,21 +44,29 @@ struct DevicePlan {
     int64_t n_slots = 0;
     std::string placement;
     bool asynchronous = false; ///< copies and kernels of the device overlap with the host
+    // As the probe found it, bytes of experts per second; 0: there was none.
+    double link_speed = 0.0;
+    double device_speed = 0.0; ///< for one row
+    double host_speed = 0.0;   ///< for one row
 };
 
 struct DeviceCounters {
     uint64_t calls = 0;   ///< layer calls in which the device computed
     uint64_t hits = 0;    ///< routed experts whose slab was there
     uint64_t fetched = 0; ///< sent up for the call that needed them
+    uint64_t passed = 0;  ///< of these, through slots that the call borrowed: they did not stay
     uint64_t host = 0;    ///< computed by the host
     uint64_t filled = 0;  ///< sent up for later calls
     uint64_t rows = 0;    ///< expert rows computed on the device
     uint64_t evictions = 0;
     uint64_t unfit = 0;        ///< layer calls whose block the device cannot compute as it is
+    uint64_t refused = 0;      ///< layer calls that the device had no memory for: the host computed them
     double wait_seconds = 0.0; ///< the host waited for the device at the end of layer calls
     LinkCounters link;
     uint64_t resident_experts = 0;
     uint64_t resident_bytes = 0;
+
+    DeviceCounters &operator+=(const DeviceCounters &other); ///< those of another device
 };
 
 struct DeviceExpert {
@@ -63,12 +78,19 @@ class DeviceTier {
   public:
     /// The first device of type GPU, or nullptr.
     [[nodiscard]] static ggml_backend_dev_t find_device();
-    /// What the pool would need there: everything but budget and n_slots.
-    [[nodiscard]] static DevicePlan needs(const Engine &engine, ggml_backend_dev_t device);
+    /// What the pool would need there for these layers (all, if none are named): everything but budget and
+    /// n_slots.
+    [[nodiscard]] static DevicePlan needs(const Engine &engine, ggml_backend_dev_t device,
+                                          std::span<const int32_t> layers = {});
     /// `placement`: a name of policy::placement_names(), empty for the default. Errors: budget (below the
     /// smallest), unsupported (no such strategy), out_of_memory.
-    [[nodiscard]] static Result<std::unique_ptr<DeviceTier>>
-    make(Engine &engine, ggml_backend_dev_t device, uint64_t budget, const std::string &placement);
+    [[nodiscard]] static Result<std::unique_ptr<DeviceTier>> make(Engine &engine, ggml_backend_dev_t device,
+                                                                  std::span<const int32_t> layers,
+                                                                  uint64_t budget,
+                                                                  const std::string &placement);
+    [[nodiscard]] bool owns(int32_t group) const {
+        return !groups_[static_cast<size_t>(group)].parts.empty();
+    }
     ~DeviceTier(); ///< waits for uploads
     DeviceTier(const DeviceTier &) = delete;
     DeviceTier &operator=(const DeviceTier &) = delete;
@@ -76,15 +98,27 @@ class DeviceTier {
     [[nodiscard]] const DevicePlan &plan() const { return plan_; }
     [[nodiscard]] ggml_backend_dev_t device() const { return device_; }
     [[nodiscard]] ggml_tensor *slot_tensor(const ExpertTensor &tensor) const;
-    /// Whatever is queued on `stream` from now on finds the slabs that late experts wait for.
-    void order(ggml_backend_t stream) { link_->order(stream); }
+    /// A weight that goes by expert, [n, n_expert] floats in host memory for good, as it is on the device:
+    /// copied there at the first call, beside the pool. Any thread; blocks for the copy. Errors:
+    /// out_of_memory.
+    [[nodiscard]] Result<ggml_tensor *> on_device(const ggml_tensor &weight, int64_t n);
+    /// Whatever is queued on `stream` from now on finds the slabs of that upload and those before it.
+    void order(ggml_backend_t stream, DeviceLink::Ticket ticket) { link_->order(stream, ticket); }
     /// Drops every slab: after a failure of the device nothing in its memory is trusted.
     void forget();
-    void count_unfit(); ///< a block that only the host can compute
-    /// It is there or on its way. Under the Engine's lock.
+    void count_unfit();   ///< a block that only the host can compute
+    void count_refused(); ///< a layer call that the device had no memory for
+    /// Sends it up when the link has nothing else to do, as long as a slot is empty. Under the Engine's lock,
+    /// for a group that it owns.
+    void want(int32_t group, int32_t expert);
+    /// Sends something of what waits if the link is idle. Without the lock.
+    void pump();
+    /// It is there or on its way. Under the Engine's lock, for a group that it owns.
     [[nodiscard]] bool has(int32_t group, int32_t expert) const;
     [[nodiscard]] DeviceCounters counters() const;
     void reset_counters();
+    /// Measures what placement by cost starts from (device_probe.h). Before the first layer call.
+    void probe(int32_t n_threads);
 
   private:
     friend class DeviceCall;
@@ -99,49 +133,60 @@ class DeviceTier {
         int32_t slot = -1;
         int32_t pins = 0; ///< layer calls that use it
         State state = State::absent;
-        bool doomed = false; ///< to leave as soon as nobody uses it
-        double ends = 0.0;   ///< when a loading slab is expected
+        bool doomed = false;           ///< to leave as soon as nobody uses it
+        double ends = 0.0;             ///< when a loading slab is expected
+        DeviceLink::Ticket ticket = 0; ///< of its upload
     };
     struct Group {
         std::vector<ggml_tensor *> parts;
         std::vector<DeviceSlab> slabs;
         uint64_t slab_bytes = 0;
     };
-    struct SizeClass {
+    struct SizeClass { ///< empty where it owns no group of the class
         DevicePool pool;
         std::unique_ptr<policy::Eviction> eviction;
+    };
+    struct ClassNeeds {
+        std::vector<std::vector<DevicePartShape>> shapes; ///< of each part, as its groups have it
+        int32_t n_experts = 0;
+        int32_t most = 0;  ///< slots of use
+        int32_t least = 0; ///< slots that it cannot do without
     };
     struct Upload {
         int32_t group = 0;
         int32_t expert = 0;
         bool fill = false;
+        bool passing = false; ///< in a borrowed slot, which no DeviceSlab knows
         DeviceLink::Ticket ticket = 0;
+        double ends = 0.0; ///< expected
         std::vector<UploadPart> parts;
     };
 
     explicit DeviceTier(Engine &engine) : engine_(engine) {}
+    [[nodiscard]] static std::vector<ClassNeeds>
+    class_needs(const Engine &engine, ggml_backend_buffer_type_t type, std::span<const int32_t> layers);
 
     // Under the Engine's lock:
     [[nodiscard]] DeviceSlab &slab(int32_t group, int32_t expert) {
         return groups_[static_cast<size_t>(group)].slabs[static_cast<size_t>(expert)];
     }
     [[nodiscard]] bool in_host_memory(int32_t group, int32_t expert) const;
+    [[nodiscard]] std::optional<int32_t> take_slot(int32_t size_class); ///< evicts if it must
     [[nodiscard]] bool give_slot(int32_t group, int32_t expert);
     void evict(int32_t group, int32_t expert);
-    [[nodiscard]] Upload prepare(int32_t group, int32_t expert); ///< pins the host slab
+    [[nodiscard]] Upload prepare(int32_t group, int32_t expert, int32_t slot); ///< pins the host slab
     void queue_fill(int32_t group, int32_t expert, bool may_evict);
     void unpin_host(int32_t group, int32_t expert);
     [[nodiscard]] double link_free_at() const;
 
     // Without it:
-    void submit(Upload upload);
+    DeviceLink::Ticket submit(Upload upload, ggml_backend_event_t after);
     void uploaded(DeviceLink::Ticket ticket, double begun, double ended);
-    void pump(); ///< submits a fill when the link is idle
 
     Engine &engine_;
     ggml_backend_dev_t device_ = nullptr;
     DevicePlan plan_;
-    std::vector<Group> groups_; ///< as the Engine's
+    std::vector<Group> groups_; ///< as the Engine's; those of others are empty
     std::vector<SizeClass> classes_;
     std::unique_ptr<policy::Placement> placement_;
     DeviceCosts costs_;
@@ -152,8 +197,10 @@ class DeviceTier {
         int32_t expert = 0;
         bool may_evict = false; ///< else it takes an empty slot only
     };
+    [[nodiscard]] bool begin_fill(const Fill &fill, Upload &upload); ///< under the lock; false: stale
     std::deque<Fill> fills_;
-    size_t submitting_ = 0; ///< uploads that have a slot and no ticket yet
+    std::deque<Fill> wanted_; ///< when there are no fills
+    size_t submitting_ = 0;   ///< uploads that have a slot and no ticket yet
     bool stopping_ = false;
 
     // Scratch of begin():
@@ -163,42 +210,15 @@ class DeviceTier {
     std::vector<policy::Place> places_;
     std::vector<int32_t> order_;
 
-    std::unique_ptr<DeviceLink> link_; ///< last: its thread uses everything above
-};
-
-/// The experts of one layer call that the device computes. They stay in their slots until it is destroyed.
-class DeviceCall {
-  public:
-    DeviceCall() = default;
-    ~DeviceCall();
-    DeviceCall(const DeviceCall &) = delete;
-    DeviceCall &operator=(const DeviceCall &) = delete;
-
-    /// `ids`: the routed experts of all rows, with duplicates. Ids that do not exist are left to LayerCall.
-    void begin(DeviceTier &tier, int32_t group, std::span<const int32_t> ids);
-
-    [[nodiscard]] std::span<const DeviceExpert> resident() const { return resident_; }
-    /// On their way: to be computed behind DeviceTier::order().
-    [[nodiscard]] std::span<const DeviceExpert> late() const { return late_; }
-    [[nodiscard]] bool takes(int32_t expert) const;
-    [[nodiscard]] bool empty() const { return resident_.empty() && late_.empty(); }
-
-    struct Times {
-        double host = 0.0;   ///< of the host's experts; 0: not measured
-        double device = 0.0; ///< from the launch to the end of the wait
-        double waited = 0.0; ///< of this, how long the host waited
+    struct Beside {
+        ggml_context_ptr context;
+        ggml_backend_buffer_ptr buffer;
+        ggml_tensor *tensor = nullptr;
     };
-    void ended(const Times &times);
+    std::mutex beside_mutex_;               ///< guards beside_
+    std::map<const void *, Beside> beside_; ///< by the weight's address in host memory
 
-  private:
-    DeviceTier *tier_ = nullptr;
-    int32_t group_ = 0;
-    std::vector<DeviceExpert> resident_;
-    std::vector<DeviceExpert> late_;
-    std::vector<int32_t> device_rows_; ///< of each expert, for the costs
-    std::vector<int32_t> host_rows_;
-    bool host_complete_ = true; ///< no host expert had to be read from disk
-    bool pure_ = true;          ///< nothing was on the link: the device's time is that of computing
+    std::unique_ptr<DeviceLink> link_; ///< last: its thread uses everything above
 };
 
 } // namespace spice

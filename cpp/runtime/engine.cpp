@@ -102,7 +102,7 @@ Status Engine::set_up_prefetch(const EngineOptions &options) {
 
 Engine::~Engine() {
     preloader_.reset();
-    device_.reset(); // waits for uploads from the slots
+    devices_.clear(); // waits for uploads from the slots
     reader_.reset();
 } // no thread writes to slots after this
 
@@ -347,7 +347,8 @@ void Engine::evict(SizeClass &cls, policy::SlabId id) {
 bool Engine::prefetch(Group &group, int32_t expert, policy::Evictable may_leave) {
     Slab &slab = group.slabs[static_cast<size_t>(expert)];
     const auto index = static_cast<int32_t>(&group - groups_.data());
-    if (device_ != nullptr && device_->has(index, expert)) return false; // it will not be needed here
+    const DeviceTier *owner = device(index);
+    if (owner != nullptr && owner->has(index, expert)) return false; // it will not be needed here
     if (slab.slot >= 0 || !give_slot(group, expert, may_leave)) return false;
     slab.ahead = true;
     for (size_t part = 0; part < group.parts.size(); ++part) {

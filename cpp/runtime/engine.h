@@ -41,7 +41,6 @@ namespace spice {
 
 class DeviceTier;
 class Engine;
-struct DevicePartShape;
 
 /// One stacked expert weight tensor as the backend sees it.
 struct ExpertTensor {
@@ -166,10 +165,18 @@ class Engine {
     /// The prefetcher, or nullptr when there is none.
     [[nodiscard]] Prefetcher *prefetcher() const { return prefetcher_.get(); }
 
-    /// Makes the device tier, after build_pool and before the first layer call. Errors: DeviceTier::make's.
-    [[nodiscard]] Status build_device_pool(ggml_backend_dev_t device, uint64_t budget,
-                                           const std::string &placement);
-    [[nodiscard]] DeviceTier *device() const { return device_.get(); } ///< nullptr: no device pool
+    /// Makes the tier of a device, which owns these layers (all, if none are named), after build_pool and
+    /// before the first layer call. Once for each device. `n_threads`: of the host, for a short probe of what
+    /// both do with experts (device_probe.h); 0: none. Errors: DeviceTier::make's; internal (a layer that
+    /// another device owns).
+    [[nodiscard]] Status build_device_pool(ggml_backend_dev_t device, std::span<const int32_t> layers,
+                                           uint64_t budget, const std::string &placement,
+                                           int32_t n_threads = 0);
+    /// The device that owns the group; nullptr: none does.
+    [[nodiscard]] DeviceTier *device(int32_t group) const {
+        return owners_.empty() ? nullptr : owners_[static_cast<size_t>(group)];
+    }
+    [[nodiscard]] std::span<const std::unique_ptr<DeviceTier>> devices() const { return devices_; }
 
     [[nodiscard]] Timeline &timeline() { return timeline_; }
     [[nodiscard]] int32_t layer_of(int32_t group) const; ///< for messages
@@ -228,8 +235,6 @@ class Engine {
     /// Experts of the group that have no slot and at least that chance.
     [[nodiscard]] int32_t n_absent(int32_t group, std::span<const float> chances, float least) const;
     [[nodiscard]] bool some_missing() const; ///< some expert is not in memory
-    /// For each size class and part: every type and shape that its groups have.
-    [[nodiscard]] std::vector<std::vector<std::vector<DevicePartShape>>> device_shapes() const;
     void build_groups();
     void plan_pool(int64_t expert_used);
     [[nodiscard]] Status set_up_prefetch(const EngineOptions &options);
@@ -271,8 +276,9 @@ class Engine {
     double loads_per_call_ = 0.0; ///< a decayed average
 
     std::unique_ptr<Preloader> preloader_;
-    std::unique_ptr<DeviceTier> device_; ///< its link's thread uses everything above
-    std::unique_ptr<SlabReader> reader_; ///< last: its threads write to everything above
+    std::vector<std::unique_ptr<DeviceTier>> devices_; ///< their links' threads use everything above
+    std::vector<DeviceTier *> owners_;                 ///< of each group; empty: there are no devices
+    std::unique_ptr<SlabReader> reader_;               ///< last: its threads write to everything above
 };
 
 } // namespace spice

@@ -1,5 +1,6 @@
 #include "runtime/preloader.h"
 
+#include "runtime/device_tier.h"
 #include "runtime/engine.h"
 
 #include <mutex>
@@ -23,6 +24,7 @@ void Preloader::run() {
             const std::lock_guard lock(engine_.mutex_);
             if (!step()) return;
         }
+        for (const auto &device : engine_.devices()) device->pump();
         engine_.arrivals_.wait_past(seen);
     }
 }
@@ -34,6 +36,7 @@ bool Preloader::step() {
         if (slab.busy(group.parts.size())) return false;
         if (std::exchange(slab.ahead, false))
             engine_.counters_.preloaded += 1; // no layer call has claimed it
+        if (DeviceTier *device = engine_.device(id.group)) device->want(id.group, id.expert);
         return true;
     });
     if (stop_ || engine_.in_use_) {

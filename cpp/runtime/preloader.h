@@ -1,7 +1,8 @@
 // Reads experts into free slots between the load and the first layer call: those that earlier runs used most.
 //
-// A few at a time, behind all demand reads, and nothing leaves the pool for them. Ends by itself when the
-// list is done, no slot is free, or a layer call begins; what is queued by then is taken back.
+// A few at a time, behind all demand reads, and nothing leaves the pool for them. A device that owns the
+// layer gets a copy as long as it has room. Ends by itself when the list is done, no slot is free, or a layer
+// call begins; what is queued by then is taken back.
 //
 // Thread: one of its own, which sleeps while reads run and takes the Engine's lock for short. The constructor
 // does not block, the destructor waits for the thread, not for reads. Errors: none; what could not be read is

@@ -120,8 +120,9 @@ Status check_simulation(const Routing &r, const Machine &m, const Model &model, 
     if (recorded && r.predicted.empty()) {
         return bad("the trace has no predictions; record them with spice-trace --predictions NAME");
     }
-    if (!o.predictor.empty() && !recorded && policy::make_predictor(o.predictor, {1, 2, 1, 1}) == nullptr) {
-        std::string message = "no predictor is called '" + o.predictor + "'; there are";
+    if (!o.predictor.empty() && !recorded && o.predictor != "none" &&
+        policy::make_predictor(o.predictor, {1, 2, 1, 1}) == nullptr) {
+        std::string message = "no predictor is called '" + o.predictor + "'; there are none,";
         for (const std::string_view name : policy::predictor_names()) message.append(" ").append(name);
         return bad(message + " recorded");
     }

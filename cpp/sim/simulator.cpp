@@ -58,7 +58,7 @@ class Simulator {
     }
 
     std::unique_ptr<policy::Predictor> make_predictor(const policy::Strategy &strategy) {
-        if (strategy.horizon() == 0) return nullptr;
+        if (strategy.horizon() == 0 || o_.predictor == "none") return nullptr;
         if (o_.predictor == "recorded") {
             auto recorded = std::make_unique<RecordedPredictor>(r_, strategy.horizon());
             recorded_ = recorded.get();

@@ -36,8 +36,8 @@ struct SimOptions {
     int32_t prefill = 0;         ///< tokens at the start of each sequence that are one call; -1: all
     int32_t prefill_batch = 512; ///< tokens of a prefill per call
     bool keep = true;            ///< pools and what was learned outlive a sequence
-    /// policy::predictor_names(), or "recorded": what the routing has; empty: "replay" with the strategy's
-    /// published recall.
+    /// policy::predictor_names(), "recorded": what the routing has, or "none"; empty: "replay" with the
+    /// strategy's published recall.
     std::string predictor{};
     std::vector<float> recall{};    ///< of "replay", by horizon; empty: all of it (or what is published)
     int32_t draft = 0;              ///< tokens drafted per step for strategies that do not say so themselves

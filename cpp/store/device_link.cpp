@@ -27,6 +27,10 @@ std::unique_ptr<DeviceLink> DeviceLink::make(ggml_backend_dev_t device, Done don
 }
 
 DeviceLink::~DeviceLink() {
+    finish();
+}
+
+void DeviceLink::finish() {
     {
         const std::lock_guard lock(mutex_);
         stop_ = true;
@@ -48,41 +52,54 @@ std::shared_ptr<ggml_backend_event> DeviceLink::new_event() {
     return event == nullptr ? nullptr : std::shared_ptr<ggml_backend_event>(event, ggml_backend_event_free);
 }
 
-void DeviceLink::submit(std::span<const UploadPart> parts, const std::function<void(Ticket)> &named) {
-    const std::lock_guard in_order(submit_mutex_);
+DeviceLink::Ticket DeviceLink::submit(std::span<const UploadPart> parts, ggml_backend_event_t after,
+                                      const std::function<void(Ticket)> &named) {
     Flight flight;
-    flight.ticket = ++last_;
-    named(flight.ticket);
-    flight.since = now();
-    for (const UploadPart &part : parts) {
-        flight.bytes += part.bytes;
-        ggml_backend_tensor_set_async(stream_.get(), part.to, part.from, part.offset, part.bytes);
-    }
-    if (has_events_) flight.event = new_event();
-    if (flight.event == nullptr) {
-        ggml_backend_synchronize(stream_.get());
-        const double ended = now();
-        {
-            const std::lock_guard lock(mutex_);
-            counters_.uploads += 1;
-            counters_.bytes += flight.bytes;
-            counters_.busy_seconds += ended - flight.since;
+    Ticket ticket = 0;
+    {
+        const std::lock_guard in_order(submit_mutex_);
+        flight.ticket = ticket = ++last_;
+        named(ticket);
+        flight.since = now();
+        if (after != nullptr) ggml_backend_event_wait(stream_.get(), after);
+        for (const UploadPart &part : parts) {
+            flight.bytes += part.bytes;
+            ggml_backend_tensor_set_async(stream_.get(), part.to, part.from, part.offset, part.bytes);
         }
-        done_(flight.ticket, flight.since, ended);
-        return;
+        if (has_events_) flight.event = new_event();
+        if (flight.event != nullptr) {
+            ggml_backend_event_record(flight.event.get(), stream_.get());
+            {
+                const std::lock_guard lock(mutex_);
+                flights_.push_back(std::move(flight));
+            }
+            changed_.notify_all();
+            return ticket;
+        }
+        ggml_backend_synchronize(stream_.get());
     }
-    ggml_backend_event_record(flight.event.get(), stream_.get());
-    last_event_ = flight.event;
+    // Without our lock: `done` may submit the next one.
+    const double ended = now();
     {
         const std::lock_guard lock(mutex_);
-        flights_.push_back(std::move(flight));
+        counters_.uploads += 1;
+        counters_.bytes += flight.bytes;
+        counters_.busy_seconds += ended - flight.since;
     }
-    changed_.notify_all();
+    done_(ticket, flight.since, ended);
+    return ticket;
 }
 
-void DeviceLink::order(ggml_backend_t stream) {
-    const std::lock_guard in_order(submit_mutex_);
-    if (last_event_ != nullptr) ggml_backend_event_wait(stream, last_event_.get());
+void DeviceLink::order(ggml_backend_t stream, Ticket ticket) {
+    const std::lock_guard in_order(submit_mutex_); // a ticket is given before its event is there
+    std::shared_ptr<ggml_backend_event> event;
+    {
+        const std::lock_guard lock(mutex_);
+        const auto flight = std::ranges::find(flights_, ticket, &Flight::ticket);
+        if (flight == flights_.end()) return; // it has ended
+        event = flight->event;
+    }
+    ggml_backend_event_wait(stream, event.get());
 }
 
 void DeviceLink::run() {
@@ -90,20 +107,22 @@ void DeviceLink::run() {
     for (;;) {
         changed_.wait(lock, [&] { return stop_ || !flights_.empty(); });
         if (flights_.empty()) return;
-        Flight flight = std::move(flights_.front());
-        flights_.pop_front();
+        const Flight flight = flights_.front(); // stays there until it has ended, for order()
         lock.unlock();
         ggml_backend_event_synchronize(flight.event.get());
         const double ended = now();
         const double begun = std::max(flight.since, free_since_);
         free_since_ = ended;
-        done_(flight.ticket, begun, ended);
         lock.lock();
+        auto event = std::move(flights_.front().event);
+        flights_.pop_front();
         counters_.uploads += 1;
         counters_.bytes += flight.bytes;
         counters_.busy_seconds += ended - begun;
-        // Only order() and this thread hold events; one that order() may still name is not used again.
-        if (flight.event.use_count() == 1) spare_.push_back(std::move(flight.event));
+        if (event.use_count() == 2) spare_.push_back(std::move(event)); // else order() has it in hand
+        lock.unlock();
+        done_(flight.ticket, begun, ended);
+        lock.lock();
     }
 }
 

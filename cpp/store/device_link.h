@@ -2,13 +2,14 @@
 //
 // An upload is queued on the link's backend instance (its own stream, where the device has streams) with
 // ggml_backend_tensor_set_async and followed by an event. Other streams of the device wait for that event in
-// order(); a thread of the link waits for it too and tells the owner, who may then give the source away. A
-// device without events (ggml's RPC) is waited for at once.
+// order(); a thread of the link waits for it too and tells the owner, who may then give the source away. An
+// upload may in turn wait for another stream's event, when that stream still reads what it overwrites. A
+// device without events is waited for at once.
 //
 // Thread: submit and order from any thread, under a lock of their own; they do not block unless the device
-// copies from pageable memory synchronously. `done` runs on the link's thread, or inside submit without
-// events. Errors: make returns nullptr when the device gives no backend. A copy cannot fail in ggml's
-// interface.
+// copies from pageable memory synchronously. `done` runs on the link's thread, or, for an upload that has no
+// event, at the end of submit; it may submit more. Errors: make returns nullptr when the device gives no
+// backend. A copy cannot fail in ggml's interface.
 #pragma once
 
 #include "ggml-backend.h"
@@ -46,15 +47,20 @@ class DeviceLink {
     using Done = std::function<void(Ticket, double begun, double ended)>;
 
     [[nodiscard]] static std::unique_ptr<DeviceLink> make(ggml_backend_dev_t device, Done done);
-    ~DeviceLink(); ///< waits for what is on the way
+    ~DeviceLink(); ///< as finish()
     DeviceLink(const DeviceLink &) = delete;
     DeviceLink &operator=(const DeviceLink &) = delete;
 
-    /// Queues the parts of one slab; the sources must stay until `done`. `named` gets the ticket before any
-    /// completion can come.
-    void submit(std::span<const UploadPart> parts, const std::function<void(Ticket)> &named);
-    /// Whatever is queued on `stream` from now on waits for everything submitted until now.
-    void order(ggml_backend_t stream);
+    /// Waits for what is on the way, `done` included. Whoever owns the link calls it while `done` may still
+    /// use the owner's pointer to the link. Nothing may be submitted any more, but by `done`.
+    void finish();
+
+    /// Queues the parts of one slab, behind `after` if that is not nullptr; the sources must stay until
+    /// `done`. `named` gets the ticket before any completion can come.
+    Ticket submit(std::span<const UploadPart> parts, ggml_backend_event_t after,
+                  const std::function<void(Ticket)> &named);
+    /// Whatever is queued on `stream` from now on waits for that upload and those before it.
+    void order(ggml_backend_t stream, Ticket ticket);
     [[nodiscard]] LinkCounters counters() const;
     void reset_counters();
 
@@ -77,11 +83,10 @@ class DeviceLink {
 
     std::mutex submit_mutex_; ///< the order of the stream is the order of the tickets
     Ticket last_ = 0;
-    std::shared_ptr<ggml_backend_event> last_event_;
 
     mutable std::mutex mutex_; ///< guards everything below
     std::condition_variable changed_;
-    std::deque<Flight> flights_;
+    std::deque<Flight> flights_; ///< on the way, by ticket
     std::vector<std::shared_ptr<ggml_backend_event>> spare_;
     LinkCounters counters_;
     double free_since_ = 0.0;

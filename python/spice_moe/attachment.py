@@ -12,8 +12,16 @@ import llama_cpp
 
 from . import _core
 from .budget import FreeMemory, free_memory, is_auto, resolve
-from .device import VramChoice, pinned_limit, resolve_vram, warn_if_pageable
-from .errors import SpiceBudgetError, SpiceFormatError
+from .device import (
+    DeviceShare,
+    VramChoice,
+    budgets_for,
+    owners,
+    pinned_limit,
+    resolve_vram,
+    warn_if_pageable,
+)
+from .errors import SpiceBudgetError, SpiceFormatError, SpiceMemoryError
 from .loading import LoadMonitor
 from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, ON_DEVICE, REPACKED, Plan, format_bytes
@@ -22,6 +30,9 @@ from .usage import add_run, hottest_first, read_uses, usage_file, write_uses
 
 #: Bytes of experts below which reading them takes no time that anybody would notice.
 WORTH_PRELOADING = 2**30
+
+# What is asked of a GPU whose free memory is not to be had in one piece, or went to others meanwhile.
+AUTO_SHARES = (1.0, 0.8, 0.5, 0.25)
 
 # Biases and scales of experts: SPICE computes with them on the host, and llama.cpp would otherwise put them
 # on the GPU and copy all of them back for every layer call.
@@ -97,8 +108,10 @@ class Attachment:
         self._kv_overrides: dict[str, Any] | None = arguments.get("kv_overrides")
         self._preload = ""
         self._offloaded = bool(arguments.get("n_gpu_layers", 0))
-        self._vram = VramChoice(0, "")
-        self._device: dict[str, Any] = {}
+        self._vram: dict[str, VramChoice] = {}  # by device
+        self._auto: set[str] = set()  # the devices with vram_budget="auto"
+        self._needs: list[dict[str, Any]] = []
+        self._n_threads = 1
         self._pool_bytes: int | None = None  # "auto" is not known before the rest is loaded
         core = open_core(path, options, self._kv_overrides)
         try:
@@ -160,23 +173,83 @@ class Attachment:
         if self.core is not None:
             self.core.finish_load()
 
-    def build_pool(self) -> None:
-        """Make the pool of experts, once everything else is in memory. Raises SpiceBudgetError."""
+    def build_pool(self, n_threads: int) -> None:
+        """Make the pool of experts, once everything else is in memory. Raises SpiceBudgetError.
+
+        ``n_threads``: for single tokens, for the probe of what a GPU and the CPU do with experts.
+        """
         if self.core is None:
             return
+        self._n_threads = n_threads
         if self._pool_bytes is None:
             self._pool_bytes = self._resolve(free_memory())
         if self.options.timeline is not None:
             self.core.start_timeline()
-        needs = self.core.device_needs()
-        self._vram = resolve_vram(self.options.vram_budget, needs, offloaded=self._offloaded)
-        self.core.build_pool(self._pool_bytes, pinned_limit() if self._vram.bytes else 0)
+        needs = self._choose_devices(self.core)
+        first = next((one for one in needs if self._vram[one["device"]].bytes), None)
+        name, limit = ("", 0) if first is None else (first["device"], pinned_limit())
+        self.core.build_pool(self._pool_bytes, limit, name)
         self._pool = self.core.pool()
-        if self._vram.bytes:
-            self.core.build_device_pool(self._vram.bytes, self.options.placement or "")
-            warn_if_pageable(needs, self._pool)
-        self._device = {**needs, **self.core.device_pool()}
+        for one in needs:
+            if self._vram[one["device"]].bytes:
+                self._build_device_pool(self.core, one)
         self._preload = self._start_preload(self.core)
+
+    def _choose_devices(self, core: _core.Model) -> list[dict[str, Any]]:
+        """What each GPU that llama.cpp uses would need for its layers' experts; sets what it may take."""
+        held = owners(self.monitor.layer_devices, core.moe_layers())
+        budgets = budgets_for(self.options.vram_budget, list(held))
+        needs = [core.device_needs(name, layers) | {"layers": layers} for name, layers in held.items()]
+        for budget, one in zip(budgets, needs, strict=True):
+            self._vram[one["device"]] = resolve_vram(budget, one, offloaded=self._offloaded)
+            self._auto |= {one["device"]} if is_auto(budget) else set()
+        self._needs = needs
+        return needs
+
+    def _build_device_pool(self, core: _core.Model, needs: dict[str, Any]) -> None:
+        """Make a GPU's pool. Where "auto" took more than it gives after all, a smaller one or none."""
+        name = needs["device"]
+        asked = self._vram[name].bytes
+        for share in AUTO_SHARES if name in self._auto else (1.0,):
+            size = max(int(share * asked), needs["smallest"])
+            try:
+                core.build_device_pool(
+                    name, needs["layers"], size, self.options.placement or "", self._n_threads
+                )
+            except SpiceMemoryError as error:
+                if name not in self._auto:
+                    raise
+                self._vram[name] = VramChoice(0, str(error))
+            else:
+                reason = self._vram[name].reason if size == asked else "what it gave"
+                self._vram[name] = VramChoice(size, reason)
+                warn_if_pageable(needs, self._pool)
+                return
+
+    def _device_plan(self) -> dict[str, Any]:
+        """The plan's fields about GPUs."""
+        pools = {} if self.core is None else {pool["device"]: pool for pool in self.core.device_pools()}
+        shares = tuple(
+            DeviceShare(
+                device=one["device"],
+                layers=tuple(one["layers"]),
+                vram_budget=pool.get("budget", 0),
+                slots=pool.get("n_slots", 0),
+                reason=self._vram[one["device"]].reason,
+                **{name: pool.get(name, 0.0) for name in ("link_speed", "device_speed", "host_speed")},
+            )
+            for one in self._needs
+            for pool in (pools.get(one["device"], {}),)
+        )
+        reasons = dict.fromkeys(share.reason for share in shares)
+        return dict(
+            device=", ".join(share.device for share in shares if share.vram_budget),
+            vram_budget=sum(share.vram_budget for share in shares),
+            vram_slots=sum(share.slots for share in shares),
+            vram_reason="; ".join(reasons),
+            devices=tuple(share for share in shares if share.device),
+            placement=next((pool["placement"] for pool in pools.values()), ""),
+        )
 
     def _start_preload(self, core: _core.Model) -> str:
         """Read what earlier runs used most, as long as nothing else is to do; says what, or why not."""
@@ -224,10 +297,10 @@ class Attachment:
         if self.core is not None and self.options.timeline is not None:
             self.core.write_timeline(os.fspath(self.options.timeline))
 
-    def forget_device(self) -> None:
-        """Drop what is in the GPU's memory: a compute failed, and it may be incomplete."""
+    def forget_devices(self) -> None:
+        """Drop what is in the GPUs' memory: a compute failed, and it may be incomplete."""
         if self.core is not None:
-            self.core.forget_device()
+            self.core.forget_devices()
 
     def take_error(self) -> tuple[int, str] | None:
         """The core's last failure while computing, or None."""
@@ -246,7 +319,8 @@ class Attachment:
         spice = self.mode == "spice"
         exactness = EXACT_STOCK
         if spice:
-            exactness = REPACKED if self.options.repack else ON_DEVICE if self._vram.bytes else EXACT
+            on_device = any(choice.bytes for choice in self._vram.values())
+            exactness = REPACKED if self.options.repack else ON_DEVICE if on_device else EXACT
         pool = self._pool if spice else {}
         used = (self._kv_overrides or {}).get(
             f"{summary['architecture']}{_USED_KEY}", summary["n_expert_used"]
@@ -271,12 +345,8 @@ class Attachment:
             working_set_bytes=pool.get("working_set", 0),
             smallest_budget=pool.get("smallest", 0),
             strategy=pool.get("eviction", ""),
-            device=self._device.get("device", "") if self._vram.bytes else "",
-            vram_budget=self._device.get("budget", 0),
-            vram_slots=self._device.get("n_slots", 0),
-            vram_reason=self._vram.reason,
+            **self._device_plan(),
             pinned_bytes=pool.get("pinned", 0),
-            placement=self._device.get("placement", ""),
             direct_io=pool.get("direct_io", False),
             predictor=pool.get("predictor", ""),
             predictor_bytes=pool.get("head_bytes", 0),

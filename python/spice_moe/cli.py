@@ -128,7 +128,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_vram,
         metavar="SIZE",
         default="auto",
-        help="GPU memory for experts, as --ram; auto: what is free, if --gpu-layers is not 0; 0: none",
+        help="GPU memory for experts, as --ram; auto: what is free, if --gpu-layers is not 0; 0: none; "
+        "with several GPUs of each, or 6G,4G for each of them",
     )
     run.add_argument(
         "--placement", metavar="NAME", help=f"who computes which expert: {', '.join(placements())}"

@@ -1,9 +1,10 @@
-"""How much of a GPU's memory the experts may take, and why it is none when it is none."""
+"""How much of the GPUs' memory experts may take, which layers each GPU holds, and why none if it is none."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +28,65 @@ def placements() -> tuple[str, ...]:
     return tuple(_core.placement_names())
 
 
-def check_vram(budget: Budget) -> None:
+#: One budget for each GPU, or one for each of several, in llama.cpp's order: "6G,4G" or (6 * 2**30, "50%").
+VramBudget = Budget | Sequence[Budget]
+
+
+def check_vram(budget: VramBudget) -> None:
     """Raise ``TypeError`` or ``ValueError``, naming the option, for what can be no vram_budget."""
-    if not _is_none(budget):
-        try:
-            resolve(budget, everything=2**40, smallest=0, free=2**40)
-        except (TypeError, ValueError) as error:
-            raise type(error)(str(error).replace("ram_budget", "vram_budget")) from None
+    for one in _each(budget):
+        if not _is_none(one):
+            try:
+                resolve(one, everything=2**40, smallest=0, free=2**40)
+            except (TypeError, ValueError) as error:
+                raise type(error)(str(error).replace("ram_budget", "vram_budget")) from None
+
+
+def _each(budget: VramBudget) -> list[Budget]:
+    if isinstance(budget, str) and "," in budget:
+        return [one.strip() for one in budget.split(",")]
+    if isinstance(budget, Sequence) and not isinstance(budget, str):
+        if not budget:
+            raise ValueError("vram_budget names no size")
+        return list(budget)
+    return [budget]
 
 
 def _is_none(budget: Budget) -> bool:
     return not isinstance(budget, bool) and budget in (0, "0")
+
+
+def budgets_for(budget: VramBudget, devices: Sequence[str]) -> list[Budget]:
+    """The budget of each device: one that is given alone holds for each of them, as in llama.cpp's options.
+
+    Raises ``SpiceBudgetError`` when several are given, and not as many as there are devices.
+    """
+    each = _each(budget)
+    if len(each) == 1:
+        return each * len(devices)
+    if len(each) != len(devices):
+        raise SpiceBudgetError(
+            f"vram_budget={budget!r} has {len(each)} sizes, and llama.cpp uses {len(devices)} GPUs for this "
+            f"model ({', '.join(devices)}); give one for each, or one for all"
+        )
+    return each
+
+
+def owners(assigned: dict[int, str], layers: Sequence[int]) -> dict[str, list[int]]:
+    """Which of the MoE layers each device holds, in llama.cpp's order of devices.
+
+    ``assigned``: the device of each layer's attention, as llama.cpp said while it loaded. A layer that it
+    left on the CPU goes with the nearest one that is on a device. Without any, the first GPU, named "", has
+    all.
+    """
+    on_gpu = {layer: name for layer, name in assigned.items() if name != "CPU"}
+    if not on_gpu:
+        return {"": list(layers)}
+    held: dict[str, list[int]] = {name: [] for _, name in sorted(on_gpu.items())}
+    for layer in layers:
+        nearest = min(on_gpu, key=lambda other: (abs(other - layer), other))
+        held[on_gpu[nearest]].append(layer)
+    return {name: of for name, of in held.items() if of}
 
 
 @dataclass(frozen=True)
@@ -46,6 +95,20 @@ class VramChoice:
 
     bytes: int
     reason: str
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """One GPU's part of a model, in the plan."""
+
+    device: str  #: as ggml calls it
+    layers: tuple[int, ...]  #: whose experts it may hold
+    vram_budget: int  #: bytes of its memory that the slots take; 0: none
+    slots: int  #: experts that it has room for
+    reason: str  #: why this much, or why none
+    link_speed: float  #: bytes per second up to it, as a probe at start found; 0: there was none
+    device_speed: float  #: bytes of experts per second that it computes for one token
+    host_speed: float  #: bytes of experts per second that the CPU computes for one token
 
 
 def resolve_vram(budget: Budget, needs: dict[str, Any], *, offloaded: bool) -> VramChoice:

@@ -15,6 +15,7 @@ import llama_cpp._internals as internals
 from . import _core
 from .attachment import Attachment, not_utf8
 from .budget import Budget
+from .device import VramBudget
 from .errors import (
     SpiceError,
     SpiceFileNotFoundError,
@@ -62,7 +63,7 @@ class Llama(llama_cpp.Llama):
         enabled: bool | None = None,
         repack: bool | None = None,
         ram_budget: Budget | None = None,
-        vram_budget: Budget | None = None,
+        vram_budget: VramBudget | None = None,
         placement: str | None = None,
         timeline: str | os.PathLike[str] | None = None,
         strategy: str | None = None,
@@ -105,7 +106,7 @@ class Llama(llama_cpp.Llama):
                 super().__init__(path, **kwargs)
                 if self.lora_path and not self._lora_adapter:  # NULL, which the parent takes for an adapter
                     raise _lora_failure(self.lora_path, attachment)
-            attachment.build_pool()  # now everything else is in memory
+            attachment.build_pool(self.n_threads)  # now everything else is in memory
             if attachment.monitor.interrupted is not None:  # too late for the loader to stop
                 raise attachment.monitor.interrupted
         except BaseException:
@@ -186,7 +187,7 @@ class Llama(llama_cpp.Llama):
             yield
         except RuntimeError as error:
             if self._attachment is not None:
-                self._attachment.forget_device()
+                self._attachment.forget_devices()
             cause = None if self._attachment is None else self._attachment.take_error()
             if cause is None:
                 raise

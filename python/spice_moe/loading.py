@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import sys
 import threading
 import time
@@ -21,7 +22,9 @@ import llama_cpp
 
 from .options import ProgressCallback
 
-_WARN, _ERROR, _CONT = 3, 4, 5  # enum ggml_log_level; "cont" continues the line before
+_DEBUG, _WARN, _ERROR, _CONT = 1, 3, 4, 5  # enum ggml_log_level; "cont" continues the line before
+# llama.cpp has no call that tells; this is the text of the version that SPICE is built for.
+_ASSIGNED = re.compile(rb"layer +(\d+) assigned to device ([^,]+),")
 _KEPT_LINES = 20
 _BAR_DELAY_S = 0.5  # a load shorter than this shows no bar
 _BAR_WIDTH = 30
@@ -84,6 +87,7 @@ class LoadMonitor:
         self._verbose = verbose
         self._level = 0
         self._lines: list[str] = []
+        self.layer_devices: dict[int, str] = {}  #: which device llama.cpp put each layer on
         self._exit = contextlib.ExitStack()
         self.interrupted: BaseException | None = None  #: what a callback raised; the load was told to stop
         self.stopped = False  #: the progress callback returned False
@@ -124,6 +128,8 @@ class LoadMonitor:
         def on_log(level: int, text: bytes, _user_data: int | None) -> None:
             try:
                 self._level = self._level if level == _CONT else level
+                if level == _DEBUG and (match := _ASSIGNED.search(text)):
+                    self.layer_devices[int(match[1])] = match[2].decode("utf-8", "replace")
                 if self._level in (_WARN, _ERROR):
                     self._keep(text.decode("utf-8", "replace"), continued=level == _CONT)
                 if self._verbose and forward:

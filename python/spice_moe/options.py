@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _core, budget, device
 from .budget import Budget
+from .device import VramBudget
 
 #: Called with the loaded fraction, 0.0 to 1.0; returning False (not None) stops the load.
 ProgressCallback = Callable[[float], "bool | None"]
@@ -47,9 +48,10 @@ class SpiceOptions:
     """Memory for experts: ``"6GiB"``, ``"6G"``, a number of bytes, a fraction of the experts (``0.5`` or
     ``"50%"``), or ``"auto"``: what is free once everything else is loaded, at most what all experts take."""
 
-    vram_budget: Budget = "auto"
+    vram_budget: VramBudget = "auto"
     """Memory of the GPU for experts, as ``ram_budget``; ``"auto"``: what is free there once everything else
-    is loaded, if ``n_gpu_layers`` is not 0; 0: none. :attr:`Plan.vram_reason` says what came of it."""
+    is loaded, if ``n_gpu_layers`` is not 0; 0: none. With several GPUs, of each, or a list for each of them
+    (``"6GiB,4GiB"``). :attr:`Plan.vram_reason` says what came of it."""
 
     placement: str | None = None
     """Who computes which expert when there are experts on the GPU: a name of ``spice_moe.placements()``."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .device import DeviceShare
 
 EXACT = "exact: bit-identical to llama.cpp with repacking off"
 ON_DEVICE = "exact, but for the last bits of what the device's own kernels compute"
@@ -56,9 +59,10 @@ class Plan:
     working_set_bytes: int  #: slots that one token touches, in bytes
     smallest_budget: int  #: the smallest ram_budget that works for this model
     strategy: str  #: which expert leaves a full pool
-    device: str  #: the GPU that has a pool of experts too, as ggml calls it; "" for none
-    vram_budget: int  #: bytes of its memory that the slots take
-    vram_slots: int  #: experts that it has room for
+    device: str  #: the GPUs that have a pool of experts too, as ggml calls them; "" for none
+    devices: tuple[DeviceShare, ...]  #: the layers and the memory of each GPU that llama.cpp uses
+    vram_budget: int  #: bytes of their memory that the slots take
+    vram_slots: int  #: experts that they have room for
     pinned_bytes: int  #: of ram_budget, memory that the GPU copies from at full speed
     vram_reason: str  #: why this much, or why none
     placement: str  #: who computes which expert; "" without a device
@@ -78,6 +82,7 @@ class Plan:
         """The fields as a dict of plain JSON types."""
         fields = dataclasses.asdict(self)
         fields["expert_types"] = list(self.expert_types)
+        fields["devices"] = [{**share, "layers": list(share["layers"])} for share in fields["devices"]]
         return fields
 
     def _experts(self) -> str:
@@ -85,6 +90,15 @@ class Plan:
         return (
             f"{self.architecture}, {_count(self.moe_layers, 'MoE layer')} x {self.experts_per_layer} experts "
             f"({self.experts_used} used per token), {format_bytes(self.expert_bytes)} of {types} experts"
+        )
+
+    def _speeds(self) -> str:
+        """What the probe at start found, for each GPU with a pool."""
+        return "".join(
+            f"; probed: {format_bytes(one.link_speed)}/s to {one.device}, which computes experts of "
+            f"{format_bytes(one.device_speed)}/s, the CPU of {format_bytes(one.host_speed)}/s"
+            for one in self.devices
+            if one.link_speed
         )
 
     def _ahead(self) -> str:
@@ -118,7 +132,7 @@ class Plan:
         if self.device:
             pool += (
                 f", {self.vram_slots} of them also on {self.device} ({format_bytes(self.vram_budget)}, "
-                f"placement {self.placement})"
+                f"placement {self.placement}{self._speeds()})"
             )
         elif self.vram_reason not in ("", NOT_OFFLOADED):
             pool += f", none on a GPU ({self.vram_reason})"

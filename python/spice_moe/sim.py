@@ -28,6 +28,10 @@ from .trace import Trace
 DRAFT_COST = {"moe-spac": 0.12, "moe-speq": 0.6}
 
 
+#: Strategies whose pool never changes: it starts with the experts that the whole trace uses most.
+PROFILED = frozenset({"all-host", "static", "fiddler"})
+
+
 def strategies() -> tuple[str, ...]:
     """Every strategy that can be simulated; the default first, Belady's bounds last."""
     return (*_core.sim.strategy_names(), *_core.sim.belady_names())
@@ -44,6 +48,7 @@ class Options:
     draft_cost: float | None = None  #: None: DRAFT_COST of the strategy, 0.1 for others with a draft
     acceptance: float = 0.75
     fidelity: float = 0.9
+    warm: bool = False  #: pools that are not split start as PROFILED's do
     predictor: str = ""
     recall: tuple[float, ...] = ()
     seed: int = 1
@@ -183,7 +188,7 @@ def _play(
         setattr(core, name, getattr(o, name))
     core.strategy, core.slots, core.memory_slots = strategy, slots, memory_slots
     core.recall = list(o.recall)
-    core.profile = played.profile
+    core.profile = played.profile if o.warm or strategy in PROFILED else []
     cost = DRAFT_COST.get(strategy, 0.1 if o.draft else 0.0) if o.draft_cost is None else o.draft_cost
     core.draft_seconds = cost * resident_tpot(machine, shape)
     if strategy not in DRAFT_COST and not o.draft:

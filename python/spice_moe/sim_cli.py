@@ -81,12 +81,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     play.add_argument(
         "--predictor",
         default="",
-        help="recorded (in the trace), history, replay; default: the recall that each has published",
+        help="none, recorded (in the trace), history, replay; default: the recall that each has published",
     )
     play.add_argument(
         "--recall", nargs="*", type=float, default=[], help="of the predictions, by layers ahead"
     )
     play.add_argument("--cold", action="store_true", help="empty the pools between sequences")
+    play.add_argument(
+        "--warm", action="store_true", help="start the pools as the static ones: with the trace's most used"
+    )
     play.add_argument("--sequences", type=int, default=20, help="at most so many of the trace; 0: all")
     play.add_argument("--tokens", type=int, default=256, help="at most so many of each; 0: all")
     add("--plot", type=Path, metavar="FILE", help="draw TPOT against slots (.svg, .png, .pdf)")
@@ -118,6 +121,7 @@ def _run(args: argparse.Namespace) -> int:
         batch=args.batch,
         prefill=args.prefill,
         keep=not args.cold,
+        warm=args.warm,
         draft=args.draft,
         acceptance=args.acceptance,
         predictor=args.predictor,

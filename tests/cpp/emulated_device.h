@@ -16,10 +16,14 @@ inline constexpr spice_emulator_settings no_costs = {.memory_bytes = uint64_t{1}
                                                      .launch_seconds = 0.0,
                                                      .threads = 1};
 
-inline void set_up_device(const spice_emulator_settings &settings = no_costs) {
-    static const int registered = spice_emulator_register(1);
+inline void set_up_devices(const spice_emulator_settings &settings, int n) {
+    static const int registered = spice_emulator_register(n);
     CHECK_EQ(registered, 0);
-    CHECK_EQ(spice_emulator_configure(0, &settings), 0);
+    for (int d = 0; d < n; ++d) CHECK_EQ(spice_emulator_configure(d, &settings), 0);
+}
+
+inline void set_up_device(const spice_emulator_settings &settings = no_costs) {
+    set_up_devices(settings, 1);
 }
 
 } // namespace test

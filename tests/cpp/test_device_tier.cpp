@@ -5,11 +5,14 @@
 #include "gguf_builder.h"
 
 #include "policy/placement.h"
+#include "runtime/device_call.h"
 #include "runtime/device_tier.h"
 #include "runtime/engine.h"
 #include "runtime/layer_call.h"
 
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -25,11 +28,13 @@ namespace {
 
 struct Fixture {
     test::TempDir dir{true};
-    std::string bytes = test::good_model().bytes();
+    std::string bytes;
     std::shared_ptr<Engine> engine;
 
-    explicit Fixture(const spice_emulator_settings &settings = test::no_costs) {
-        test::set_up_device(settings);
+    explicit Fixture(const spice_emulator_settings &settings = test::no_costs,
+                     const std::string &model = test::good_model().bytes())
+        : bytes(model) {
+        test::set_up_devices(settings, 2);
         auto opened =
             Engine::open(dir.write("m.gguf", bytes), {.io_threads = 2, .direct_io = false, .ops = nullptr});
         CHECK_EQ(opened.status().message(), "");
@@ -41,10 +46,12 @@ struct Fixture {
         if (auto status = engine->build_pool(static_cast<uint64_t>(ram * everything)); !status.ok())
             return status;
         const spice::DevicePlan needs = DeviceTier::needs(*engine, DeviceTier::find_device());
-        return engine->build_device_pool(DeviceTier::find_device(),
+        return engine->build_device_pool(DeviceTier::find_device(), {},
                                          static_cast<uint64_t>(vram * static_cast<double>(needs.everything)),
                                          placement);
     }
+
+    [[nodiscard]] DeviceTier &tier() const { return *engine->devices().front(); }
 
     /// Compares an expert's slot on the device with the file, part by part, behind the uploads.
     [[nodiscard]] bool right(ggml_backend_t stream, int32_t group, const DeviceExpert &it) const {
@@ -53,7 +60,7 @@ struct Fixture {
             const spice::ExpertTensor &tensor = *engine->find(name);
             const uint64_t stride = tensor.info->stride;
             std::string there(stride, '\0');
-            ggml_backend_tensor_get_async(stream, engine->device()->slot_tensor(tensor), there.data(),
+            ggml_backend_tensor_get_async(stream, engine->device(group)->slot_tensor(tensor), there.data(),
                                           static_cast<uint64_t>(it.slot) * stride, stride);
             ggml_backend_synchronize(stream);
             const char *file = bytes.data() + tensor.info->offset + static_cast<uint64_t>(it.expert) * stride;
@@ -62,18 +69,38 @@ struct Fixture {
         return true;
     }
 
+    /// Calls with these experts until they are on the device, every copy ended.
+    void bring(ggml_backend_t stream, int32_t group, const std::vector<int32_t> &ids) const {
+        for (int i = 0; i < 3; ++i) CHECK(call(stream, group, ids));
+        for (;;) {
+            const spice::DeviceCounters c = tier().counters();
+            if (c.link.uploads == c.fetched + c.filled) return;
+            std::this_thread::yield();
+        }
+    }
+
     /// One layer call, as the backend makes it.
     [[nodiscard]] bool call(ggml_backend_t stream, int32_t group, const std::vector<int32_t> &ids) const {
+        DeviceTier &tier = *engine->device(group);
         DeviceCall device;
-        device.begin(*engine->device(), group, ids);
+        device.begin(tier, group, ids);
         std::vector<int32_t> left = ids;
         std::erase_if(left, [&](int32_t id) { return device.takes(id); });
         LayerCall host;
         if (!host.begin(*engine, group, left).ok()) return false;
         bool ok = true;
         for (const DeviceExpert &it : device.resident()) ok = right(stream, group, it) && ok;
-        engine->device()->order(stream);
-        for (const DeviceExpert &it : device.late()) ok = right(stream, group, it) && ok;
+        std::vector<ggml_backend_event_ptr> events(device.n_chunks()); // for those that others wait for
+        for (size_t c = 0; c < device.n_chunks(); ++c) {
+            const auto before = device.waits_for(c);
+            ggml_backend_event_t done = before ? events[*before].get() : nullptr;
+            if (before && done == nullptr) ggml_backend_synchronize(stream);
+            tier.order(stream, device.send(c, done));
+            for (const DeviceExpert &it : device.chunk(c)) ok = right(stream, group, it) && ok;
+            if (!device.is_waited_for(c)) continue;
+            events[c].reset(ggml_backend_event_new(tier.device()));
+            if (events[c] != nullptr) ggml_backend_event_record(events[c].get(), stream);
+        }
         for (size_t part = 0; part < 3; ++part) {
             for (;;) {
                 auto wave = host.next_wave(part);
@@ -106,8 +133,8 @@ TEST(every_slot_holds_its_expert) {
                                               static_cast<int32_t>(random() % 4)};
             CHECK(f.call(stream.get(), i % 2, ids));
         }
-        const spice::DeviceCounters c = f.engine->device()->counters();
-        CHECK(c.resident_bytes <= f.engine->device()->plan().budget);
+        const spice::DeviceCounters c = f.tier().counters();
+        CHECK(c.resident_bytes <= f.tier().plan().budget);
         if (placement == "all-fetch") {
             CHECK(c.fetched > 0 && c.evictions > 0);
         }
@@ -120,6 +147,80 @@ TEST(small_pools_on_both_sides) {
     CHECK_EQ(f.build(0.26, 0.26, "all-fetch").message(), "");
     const ggml_backend_ptr stream = new_stream();
     for (int i = 0; i < 100; ++i) CHECK(f.call(stream.get(), i % 2, {0, 1, 2, 3}));
+}
+
+TEST(a_prompt_passes_through_a_few_slots) {
+    spice_emulator_settings slow = test::no_costs;
+    slow.upload_per_second = 2e8;
+    for (const bool events : {true, false}) {
+        const Fixture f(slow);
+        CHECK_EQ(f.build(1.0, 0.5, "all-fetch").message(), "");
+        const ggml_backend_ptr stream = new_stream();
+        f.bring(stream.get(), 1, {0, 1}); // what decoding uses
+        const std::vector<int32_t> all = {0, 1, 2, 3, 3, 2, 1, 0};
+        for (int i = 0; i < 20; ++i) {
+            if (!events) CHECK_EQ(spice_emulator_fail(0, SPICE_EMULATOR_FAIL_EVENT, 1), 0);
+            CHECK(f.call(stream.get(), 0, all));
+        }
+        const spice::DeviceCounters c = f.tier().counters();
+        CHECK(c.passed > 20 && c.passed <= c.fetched);
+        CHECK_EQ(spice_emulator_fail(0, SPICE_EMULATOR_FAIL_EVENT, 0), 0);
+        DeviceCall decode;
+        decode.begin(f.tier(), 1, std::vector<int32_t>{0, 1});
+        CHECK(!decode.resident().empty()); // some of it is still there
+    }
+}
+
+TEST(a_prompt_that_is_given_up_gives_back_what_it_borrowed) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 0.5, "all-fetch").message(), "");
+    const ggml_backend_ptr stream = new_stream();
+    for (int i = 0; i < 3; ++i) f.bring(stream.get(), i % 2, {0, 1, 2, 3});
+    const std::vector<int32_t> all = {0, 1, 2, 3, 0, 1, 2, 3};
+    size_t chunks = 0;
+    for (int i = 0; i < 20; ++i) {
+        DeviceCall device;
+        device.begin(f.tier(), i % 2, all);
+        chunks += device.n_chunks();
+        if (i % 3 == 0) device.give_up(); // nothing was sent but what waits for nobody
+    }
+    CHECK(chunks > 0);
+    CHECK(f.call(stream.get(), 0, all));
+}
+
+TEST(two_devices_own_their_layers) {
+    const Fixture f(test::no_costs, test::good_model(4).bytes());
+    CHECK_EQ(f.engine->build_pool(f.engine->plan().everything).message(), "");
+    const std::array<ggml_backend_dev_t, 2> devices = {ggml_backend_dev_by_name("EMU0"),
+                                                       ggml_backend_dev_by_name("EMU1")};
+    const std::array<std::vector<int32_t>, 2> layers = {std::vector<int32_t>{0, 2}, {1, 3}};
+    for (size_t d = 0; d < 2; ++d) {
+        const spice::DevicePlan needs = DeviceTier::needs(*f.engine, devices[d], layers[d]);
+        CHECK_EQ(f.engine->build_device_pool(devices[d], layers[d], needs.everything, "").message(), "");
+        CHECK_EQ(f.engine->devices()[d]->plan().n_slots, 8);
+    }
+    CHECK(f.engine->build_device_pool(devices[0], layers[0], 1 << 20, "").code() == Code::internal);
+    CHECK(f.engine->device(0) == f.engine->devices()[0].get());
+    CHECK(f.engine->device(3) == f.engine->devices()[1].get());
+    CHECK(!f.engine->device(0)->owns(1) && f.engine->device(1)->owns(1));
+    std::vector<std::thread> threads;
+    std::atomic<int> right{0};
+    for (unsigned t = 0; t < 2; ++t) {
+        threads.emplace_back([&f, &right, &devices, t] {
+            const std::array<ggml_backend_ptr, 2> streams = {
+                ggml_backend_ptr(ggml_backend_dev_init(devices[0], nullptr)),
+                ggml_backend_ptr(ggml_backend_dev_init(devices[1], nullptr))};
+            std::mt19937 random(t);
+            for (int i = 0; i < 80; ++i) {
+                const std::vector<int32_t> ids = {static_cast<int32_t>(random() % 4),
+                                                  static_cast<int32_t>(random() % 4)};
+                right += f.call(streams[static_cast<size_t>(i % 2)].get(), i % 4, ids);
+            }
+        });
+    }
+    for (std::thread &thread : threads) thread.join();
+    CHECK_EQ(right.load(), 160);
+    for (const auto &tier : f.engine->devices()) CHECK(tier->counters().rows > 0);
 }
 
 TEST(two_threads_share_the_pool) {
@@ -137,7 +238,7 @@ TEST(two_threads_share_the_pool) {
                 const std::vector<int32_t> ids = {static_cast<int32_t>(random() % 4),
                                                   static_cast<int32_t>(random() % 4)};
                 right += f.call(stream.get(), i % 2, ids);
-                if (i % 50 == 49) f.engine->device()->forget();
+                if (i % 50 == 49) f.tier().forget();
             }
         });
     }
@@ -150,11 +251,99 @@ TEST(ids_that_do_not_exist_are_left_to_the_host) {
     CHECK_EQ(f.build(1.0, 1.0, "").message(), "");
     DeviceCall device;
     const std::vector<int32_t> ids = {0, -1};
-    device.begin(*f.engine->device(), 0, ids);
+    device.begin(f.tier(), 0, ids);
     CHECK(device.empty());
     DeviceCall none;
-    none.begin(*f.engine->device(), 0, {});
+    none.begin(f.tier(), 0, {});
     CHECK(none.empty());
+}
+
+TEST(a_link_whose_events_run_out_goes_on) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 0.5, "cg-moe").message(), ""); // whose copies are fills: one submits the next
+    const ggml_backend_ptr stream = new_stream();
+    for (uint64_t i = 0; i < 60; ++i) {
+        CHECK_EQ(spice_emulator_fail(0, SPICE_EMULATOR_FAIL_EVENT, 1), 0);
+        CHECK(f.call(stream.get(), static_cast<int32_t>(i % 2), {0, 1, 2, 3}));
+    }
+    CHECK_EQ(spice_emulator_fail(0, SPICE_EMULATOR_FAIL_EVENT, 0), 0);
+    CHECK(f.tier().counters().filled > 0);
+}
+
+TEST(an_engine_may_go_while_fills_run) {
+    spice_emulator_settings slow = test::no_costs;
+    slow.copy_latency_seconds = 5e-5;
+    for (int i = 0; i < 60; ++i) {
+        const Fixture f(slow);
+        CHECK_EQ(f.build(1.0, 0.9, "cg-moe").message(), "");
+        const ggml_backend_ptr stream = new_stream();
+        for (int32_t group = 0; group < 2; ++group) CHECK(f.call(stream.get(), group, {0, 1, 2, 3}));
+        std::this_thread::sleep_for(std::chrono::microseconds(20 * i));
+    }
+}
+
+TEST(what_a_failure_doomed_is_not_used_again) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 1.0, "all-fetch").message(), "");
+    const ggml_backend_ptr stream = new_stream();
+    const std::vector<int32_t> ids = {0, 1};
+    f.bring(stream.get(), 0, ids);
+    DeviceCall user; // of another context
+    user.begin(f.tier(), 0, ids);
+    CHECK_EQ(user.resident().size(), 2u);
+    f.tier().forget();
+    DeviceCall next;
+    next.begin(f.tier(), 0, ids);
+    CHECK(next.empty());
+}
+
+TEST(a_call_that_the_device_gives_up_leaves_no_trace) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 1.0, "all-fetch").message(), "");
+    const ggml_backend_ptr stream = new_stream();
+    const std::vector<int32_t> ids = {0, 1, 1};
+    f.bring(stream.get(), 0, ids);
+    const uint64_t rows = f.engine->counters().expert_rows;
+    {
+        DeviceCall device;
+        device.begin(f.tier(), 0, ids);
+        CHECK_EQ(device.resident().size(), 2u);
+        device.give_up();
+        CHECK(device.empty() && !device.takes(0));
+    }
+    CHECK_EQ(f.engine->counters().expert_rows, rows);
+    CHECK_EQ(f.tier().counters().refused, 1u);
+    CHECK(f.call(stream.get(), 0, ids)); // its slots are free for others, its slabs still there
+    f.tier().forget();
+    CHECK_EQ(f.tier().counters().resident_experts, 0u);
+}
+
+TEST(what_is_preloaded_goes_up_as_long_as_there_is_room) {
+    const Fixture f;
+    CHECK_EQ(f.build(1.0, 0.5, "static").message(), "");
+    const std::vector<std::pair<int32_t, int32_t>> wanted = {{1, 3}, {0, 2}, {1, 0}, {0, 0}, {0, 1}, {1, 1}};
+    CHECK_EQ(f.engine->preload(wanted).message(), "");
+    const int64_t room = f.tier().plan().n_slots;
+    for (int i = 0; i < 5000; ++i) {
+        const spice::DeviceCounters c = f.tier().counters();
+        if (c.link.uploads == static_cast<uint64_t>(room)) break;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CHECK_EQ(f.tier().counters().resident_experts, static_cast<uint64_t>(room));
+    DeviceCall device;
+    device.begin(f.tier(), 1, std::vector<int32_t>{3});
+    CHECK_EQ(device.resident().size(), 1u);
+    CHECK_EQ(f.tier().counters().evictions, 0u);
+}
+
+TEST(a_budget_for_everything_holds_everything) {
+    test::GgufBuilder model = test::good_model(5); // one layer of another size: a small size class
+    for (const char *part : {"gate", "up", "down"}) {
+        model.at("blk.4.ffn_" + std::string(part) + "_exps.weight").type = GGML_TYPE_F32;
+    }
+    const Fixture f(test::no_costs, model.bytes());
+    CHECK_EQ(f.build(1.0, 1.0, "").message(), "");
+    CHECK_EQ(f.tier().plan().n_slots, 20);
 }
 
 TEST(budgets) {
@@ -173,7 +362,7 @@ TEST(budgets) {
         CHECK(f.build(1.0, 1.0, "").code() == Code::out_of_memory);
     }
     const Fixture f;
-    CHECK(f.engine->build_device_pool(DeviceTier::find_device(), 1 << 20, "").code() == Code::internal);
+    CHECK(f.engine->build_device_pool(DeviceTier::find_device(), {}, 1 << 20, "").code() == Code::internal);
 }
 
 RUN_TESTS()

@@ -161,6 +161,17 @@ TEST(spice_by_hand) {
     CHECK_EQ(plain(place("spice", mixed)), "hfh");
 }
 
+TEST(spice_does_not_wait_for_what_lands_too_late) {
+    Case c{{1, 1}, {0.0, 2.5}}; // both on the device: 3.5; the second by the host: 2
+    CHECK_EQ(place("spice", c), "dh");
+    c.on_device = {0.0, 0.5}; // 2 either way
+    CHECK_EQ(place("spice", c), "dd");
+    Case two{{1, 1, 1}, {2.0, 1.0, none}}; // 4 if it waits for both, 4 if the host computes two
+    CHECK_EQ(plain(place("spice", two)), "ddh");
+    two.on_device = {9.0, 2.0, none};
+    CHECK_EQ(plain(place("spice", two)), "hdh");
+}
+
 TEST(spice_fills_when_the_link_is_idle) {
     Case c{{1, 1, 1, 1, 1}, {0.0, none, none, none, none}};
     CHECK_EQ(place("spice", c), "df+hh"); // the layer takes 6, the link is busy for 4: one, as no other waits

@@ -162,6 +162,11 @@ TEST(the_host_computes_misses) {
     SimOptions profiled{.strategy = "static", .slots = 1};
     profiled.profile = {0, 0, 7, 0};
     CHECK(near(c.run(profiled).seconds, 2 * 1.0));
+    // And any other that is one for all layers.
+    profiled.strategy = "lru";
+    profiled.slots = 4;
+    profiled.profile = {5, 6, 7, 0};
+    CHECK_EQ(c.run(profiled).hits, 6);
 }
 
 TEST(a_late_prefetch_is_late) {

@@ -24,6 +24,18 @@ def emulated() -> Iterator[DeviceProcess]:
 
 
 @pytest.fixture(scope="session")
+def emulated_two() -> Iterator[DeviceProcess]:
+    """A process with two emulated accelerators; skips where the emulator cannot be built."""
+    try:
+        library = library_path()
+    except EmulatorUnavailableError as error:
+        pytest.skip(str(error))
+    process = DeviceProcess(set_up_emulator, library, 2)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
 def rpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
     """A process with ggml's RPC backend as its device; skips where that cannot be built."""
     try:

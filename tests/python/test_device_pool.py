@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from device_child import DeviceProcess
 from spice_moe import Llama, SpiceBudgetError, SpiceDeviceError, SpiceError, placements
+from spice_moe.attachment import Attachment
 from support import Logits, Stock, assert_same, greedy, open_model, prefill, prompt
 from test_exactness import SecondContext
 
@@ -125,6 +126,42 @@ def test_batches_of_every_size(emulated: DeviceProcess, tiny_model, placement: s
             assert_same(logits, prefill(llm, prompt(70, seed=size), [size] * (70 // size)))
 
 
+def prompt_run(path: Path, options: dict[str, Any]) -> tuple[list[Logits], dict[str, Any]]:
+    """Logits of a long prompt in micro-batches, evaluated three times, and the counters of the last."""
+    tokens = prompt(500, seed=9)
+    device_child.emulator.configure(Speed(upload_per_second=2e8, copy_latency_seconds=1e-4))
+    with contextlib.closing(open_model(Llama, path, n_gpu_layers=99, n_ubatch=250, **options)) as llm:
+        out = [prefill(llm, tokens) for _ in range(2)]
+        llm.spice.reset_stats()
+        return [*out, prefill(llm, tokens)], llm.spice.stats()
+
+
+@pytest.mark.parametrize("vram", ["10%", "50%"])
+def test_a_prompt_streams_through_the_pool(emulated: DeviceProcess, tiny_model, vram: str) -> None:
+    path = tiny_model(**SMALL)
+    there, stats = emulated.run(prompt_run, path, {"vram_budget": vram, "placement": "all-fetch"})
+    with contextlib.closing(open_model(Stock, path, n_ubatch=250)) as llm:
+        for logits in there:
+            assert_same(logits, prefill(llm, prompt(500, seed=9)))
+    plan = stats["plan"]
+    # Every expert of a layer once per micro-batch at most, and only what is missing.
+    assert stats["device_rows"] == stats["expert_rows"]
+    assert stats["device_fetched"] + stats["device_hits"] <= 2 * plan["experts_total"]
+    assert stats["device_passed"] > 0.5 * stats["device_fetched"] > 0
+    if vram == "50%":
+        assert stats["device_hits"] > 0, "what the pool holds is not given up for a prompt"
+
+
+@pytest.mark.parametrize("ram", ["30%", "100%"])
+def test_a_prompt_is_shared_with_the_host(emulated: DeviceProcess, tiny_model, ram: str) -> None:
+    path = tiny_model(**SMALL)
+    there, stats = emulated.run(prompt_run, path, {"vram_budget": "20%", "ram_budget": ram})
+    with contextlib.closing(open_model(Stock, path, n_ubatch=250)) as llm:
+        for logits in there:
+            assert_same(logits, prefill(llm, prompt(500, seed=9)))
+    assert stats["failures"] == 0
+
+
 def test_ggml_s_rpc_as_the_device(rpc: DeviceProcess, tiny_model) -> None:
     path = tiny_model(**SMALL)
     for placement in ("spice", "all-fetch"):
@@ -186,6 +223,27 @@ def failing_run(path: Path, what: str) -> tuple[int, Logits]:
         return failures, prefill(llm, TOKENS)
 
 
+def test_memory_that_runs_out_after_the_start(emulated: DeviceProcess, tiny_model) -> None:
+    path = tiny_model(**SMALL)
+    sizes = [5, 33]
+    there, stats = emulated.run(starved_run, path, sizes)
+    assert stats["failures"] == 0 and stats["device_refused"] >= 2 and stats["device_rows"] > 0
+    with contextlib.closing(open_model(Stock, path)) as llm:
+        for size, logits in zip(sizes * 2, there, strict=True):
+            assert_same(logits, prefill(llm, prompt(70, seed=size), [size] * (70 // size)))
+
+
+def starved_run(path: Path, sizes: list[int]) -> tuple[list[Logits], dict[str, Any]]:
+    """As :func:`chunks_run`; the device has no memory for working space at the first and at a larger call."""
+    options = dict(n_gpu_layers=99, vram_budget="40%", placement="all-fetch")
+    with contextlib.closing(open_model(Llama, path, **options)) as llm:
+        out = []
+        for size in sizes * 2:
+            device_child.emulator.fail("allocation", 1)
+            out.append(prefill(llm, prompt(70, seed=size), [size] * (70 // size)))
+        return out, llm.spice.stats()
+
+
 def error_of(path: Path, options: dict[str, Any], memory: int) -> tuple[str, str]:
     """The class and text of what opening the model raises."""
     device_child.emulator.configure(Speed(memory_bytes=memory))
@@ -225,6 +283,37 @@ def test_auto_takes_what_is_free_or_says_why_not(emulated: DeviceProcess, tiny_m
     used = emulated.run(memory_of, path)
     name, plan = emulated.run(error_of, path, {}, used + 1000)
     assert name == "" and "none on a GPU (EMU0 has" in plan
+
+
+def refused_run(path: Path, n_failures: int) -> dict[str, Any]:
+    """The plan, when the first ``n_failures`` allocations for experts fail."""
+    real = Attachment._build_device_pool
+
+    def failing(*arguments: Any) -> None:
+        build = arguments[1].build_device_pool
+        left = iter(range(n_failures))
+
+        class Core:
+            def build_device_pool(self, *arguments: Any) -> None:
+                device_child.emulator.fail("allocation", 1 if next(left, None) is not None else 0)
+                build(*arguments)
+
+        real(arguments[0], Core(), *arguments[2:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attachment, "_build_device_pool", failing)
+        with contextlib.closing(open_model(Llama, path, n_gpu_layers=99)) as llm:
+            prefill(llm, TOKENS)
+            return llm.spice.stats()["plan"]
+
+
+def test_auto_takes_less_when_the_device_refuses(emulated: DeviceProcess, tiny_model) -> None:
+    path = tiny_model(**SMALL)
+    whole = emulated.run(refused_run, path, 0)
+    less = emulated.run(refused_run, path, 1)
+    assert 0 < less["vram_budget"] < whole["vram_budget"] and less["vram_reason"] == "what it gave"
+    none = emulated.run(refused_run, path, 4)
+    assert none["vram_budget"] == 0 and "refused" in none["vram_reason"] and none["device"] == ""
 
 
 def test_without_a_device(tiny_model) -> None:
