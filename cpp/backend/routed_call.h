@@ -3,6 +3,7 @@
 // Thread: the context's compute thread. Nothing blocks but the LayerCall's destructor (see there).
 #pragma once
 
+#include "backend/substitution.h"
 #include "compute/expert_matmul.h"
 #include "runtime/device_tier.h"
 #include "runtime/layer_call.h"
@@ -10,6 +11,7 @@
 #include "ggml.h"
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -27,7 +29,7 @@ struct RoutedCall {
     LayerCall layer;
     const ggml_tensor *ids = nullptr; ///< as in llama.cpp's graph, [routed, tokens]
     int32_t group = 0;
-    std::vector<Row> rows;       ///< of the host's experts, by expert, in the order of layer.experts()
+    std::vector<Row> rows;       ///< that the host multiplies, by expert, in the order of layer.experts()
     std::vector<uint32_t> first; ///< the rows of experts()[e] are first[e] up to first[e + 1]
     int64_t most_rows = 0;       ///< of one expert
 
@@ -51,6 +53,8 @@ struct RoutedCall {
     const ggml_tensor *merge_at = nullptr; ///< the down product, where the device's results join
     std::vector<DeviceLaunch *> launches;  ///< under way
     double launched = 0.0;                 ///< when
+
+    std::unique_ptr<Substituted> stand_ins; ///< null: no pair is computed by stand-ins
 
     /// Makes the predictions. On one thread, any of the graph's; without memory there are none.
     void predict() noexcept;

@@ -6,6 +6,7 @@
 #include "bindings/arrays.h"
 #include "bindings/device_bindings.h"
 #include "bindings/errors.h"
+#include "bindings/lore_bindings.h"
 #include "runtime/engine.h"
 
 #include <pybind11/numpy.h>
@@ -157,6 +158,7 @@ py::dict stats(const Model &m) {
     out["resident_bytes"] = c.resident_bytes;
     out["failures"] = c.failures;
     add_device_stats(m.engine(), out);
+    add_lore_stats(m.engine(), out);
     out["prefetched"] = c.prefetched;
     out["prefetch_ready"] = c.prefetch_ready;
     out["prefetch_late"] = c.prefetch_late;
@@ -255,6 +257,21 @@ PYBIND11_MODULE(_core, m) {
                  raise_if(model.engine().timeline().write(path));
              })
         .def("forget_device", [](const Model &model) { forget_device(model.engine()); })
+        .def(
+            "load_lore",
+            [](const Model &model, const std::string &sidecar) {
+                const py::gil_scoped_release unlocked; // hundreds of megabytes
+                Status status = model.engine().load_surrogates(sidecar);
+                const py::gil_scoped_acquire locked;
+                raise_if(status);
+            },
+            py::arg("sidecar"))
+        .def(
+            "set_substitution",
+            [](const Model &model, const std::string &kind, double share, uint64_t seed) {
+                set_substitution(model.engine(), kind, share, seed);
+            },
+            py::arg("kind"), py::arg("share") = 1.0, py::arg("seed") = 0)
         .def("summary", &summary)
         .def("slab_bytes",
              [](const Model &model) { // of one routed expert, by MoE layer
@@ -269,6 +286,7 @@ PYBIND11_MODULE(_core, m) {
              [](const Model &model) {
                  model.engine().reset_counters();
                  reset_device_stats(model.engine());
+                 reset_lore_stats(model.engine());
              })
         .def(
             "start_capture",

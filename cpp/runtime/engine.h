@@ -41,6 +41,7 @@ namespace spice {
 
 class DeviceTier;
 class Engine;
+class SurrogateUse;
 struct DevicePartShape;
 
 /// One stacked expert weight tensor as the backend sees it.
@@ -171,6 +172,13 @@ class Engine {
                                            const std::string &placement);
     [[nodiscard]] DeviceTier *device() const { return device_.get(); } ///< nullptr: no device pool
 
+    /// Reads stand-ins for experts from a sidecar. While no layer call runs. Errors: SurrogateSet::load's.
+    [[nodiscard]] Status load_surrogates(const std::filesystem::path &sidecar);
+    /// What stand-ins do; nullptr: this Engine has never been asked for any. make_surrogate_use(): from then
+    /// on it is there; while no layer call runs.
+    [[nodiscard]] SurrogateUse *surrogate_use() const { return surrogate_use_.get(); }
+    SurrogateUse &make_surrogate_use();
+
     [[nodiscard]] Timeline &timeline() { return timeline_; }
     [[nodiscard]] int32_t layer_of(int32_t group) const; ///< for messages
 
@@ -270,6 +278,7 @@ class Engine {
     std::unique_ptr<Prefetcher> prefetcher_;
     double loads_per_call_ = 0.0; ///< a decayed average
 
+    std::unique_ptr<SurrogateUse> surrogate_use_;
     std::unique_ptr<Preloader> preloader_;
     std::unique_ptr<DeviceTier> device_; ///< its link's thread uses everything above
     std::unique_ptr<SlabReader> reader_; ///< last: its threads write to everything above

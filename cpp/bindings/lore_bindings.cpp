@@ -1,0 +1,40 @@
+#include "bindings/lore_bindings.h"
+
+#include "bindings/errors.h"
+#include "runtime/surrogate_use.h"
+
+namespace py = pybind11;
+using namespace spice;
+
+void set_substitution(Engine &engine, const std::string &kind, double share, uint64_t seed) {
+    if (kind == "off") {
+        if (engine.surrogate_use() != nullptr) engine.surrogate_use()->turn_off();
+        return;
+    }
+    if (!(share >= 0.0 && share <= 1.0)) throw py::value_error("share must be 0 to 1");
+    compute::SurrogateKind what = compute::SurrogateKind::full;
+    if (kind == "drop") {
+        what = compute::SurrogateKind::drop;
+    } else if (kind == "base") {
+        what = compute::SurrogateKind::base;
+    } else if (kind != "lore") {
+        throw py::value_error("no kind of substitution is called " + kind);
+    }
+    raise_if(engine.make_surrogate_use().force(what, static_cast<float>(share), seed));
+}
+
+void add_lore_stats(const Engine &engine, py::dict &out) {
+    const SurrogateUse *use = engine.surrogate_use();
+    const SurrogateCounters c = use == nullptr ? SurrogateCounters() : use->counters();
+    out["lore_rows"] = c.rows;
+    out["lore_pairs"] = c.pairs;
+    out["lore_substituted"] = c.taken;
+    out["lore_unfit"] = c.unfit;
+    out["lore_gate_mass"] = c.mass;
+    out["lore_error"] = c.error;
+    out["lore_kl"] = c.nats;
+}
+
+void reset_lore_stats(const Engine &engine) {
+    if (engine.surrogate_use() != nullptr) engine.surrogate_use()->reset_counters();
+}

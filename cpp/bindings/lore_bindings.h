@@ -1,0 +1,13 @@
+// What spice_moe._core.Model offers of low-rank stand-ins for experts, as functions of its Engine.
+#pragma once
+
+#include "runtime/engine.h"
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+/// `kind`: "drop", "base", "lore" or "off".
+void set_substitution(spice::Engine &engine, const std::string &kind, double share, uint64_t seed);
+void add_lore_stats(const spice::Engine &engine, pybind11::dict &out);
+void reset_lore_stats(const spice::Engine &engine);
