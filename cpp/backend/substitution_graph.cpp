@@ -5,6 +5,8 @@
 #include "backend/substitution.h"
 #include "runtime/surrogate_use.h"
 
+#include <algorithm>
+
 namespace spice {
 
 /// Chooses the pairs that stand-ins compute, before the call's experts are asked for; `left` are the ids that
@@ -12,7 +14,9 @@ namespace spice {
 void BlockGraph::substitute(const ExpertTensor &weights, RoutedCall &call, std::span<const int32_t> routed,
                             std::vector<int32_t> &left) {
     SurrogateUse &use = *weights.engine->surrogate_use();
-    if (routed.empty() || !use.serves(weights.group)) return;
+    if (routed.empty() || !use.serves(weights.group) || call.ids->ne[1] > use.max_rows()) return;
+    const auto [least, most] = std::ranges::minmax(routed);
+    if (least < 0 || most >= weights.info->n_expert) return; // LayerCall::begin says what is wrong
     const SurrogateLayer *layer =
         use.kind() == compute::SurrogateKind::drop ? nullptr : use.layer(weights.group);
     const auto site =
@@ -22,16 +26,30 @@ void BlockGraph::substitute(const ExpertTensor &weights, RoutedCall &call, std::
         use.count_unfit();
         return;
     }
-    std::vector<uint8_t> elsewhere(routed.size(), 0);
-    for (size_t r = 0; r < routed.size(); ++r) elsewhere[r] = call.device.takes(routed[r]) ? 1 : 0;
-    std::vector<uint8_t> taken(routed.size(), 0);
+    const bool only_missed = use.only_missed();
+    std::vector<uint8_t> candidates =
+        only_missed ? weights.engine->absent(weights.group, routed) : std::vector<uint8_t>(routed.size(), 1);
+    for (size_t r = 0; r < routed.size(); ++r) {
+        if (call.device.takes(routed[r])) candidates[r] = 0;
+    }
     const std::vector<float> gates = site->gate_weights();
-    if (!use.choose({weights.group, static_cast<size_t>(call.ids->ne[0]), routed, gates, elsewhere}, taken)) {
+    std::vector<float> forecast;
+    if (const Prefetcher *prefetcher = weights.engine->prefetcher(); only_missed && prefetcher != nullptr) {
+        forecast = prefetcher->forecast(weights.group);
+    }
+    std::vector<uint8_t> taken(routed.size(), 0);
+    if (!use.choose({.group = weights.group,
+                     .top_k = static_cast<size_t>(call.ids->ne[0]),
+                     .ids = routed,
+                     .gates = gates,
+                     .candidates = candidates,
+                     .forecast = forecast},
+                    taken)) {
         return;
     }
     left.clear();
     for (size_t r = 0; r < routed.size(); ++r) {
-        if (taken[r] == 0 && elsewhere[r] == 0) left.push_back(routed[r]);
+        if (taken[r] == 0 && !call.device.takes(routed[r])) left.push_back(routed[r]);
     }
     const ggml_tensor *shared = nullptr;
     if (layer != nullptr && layer->needs_shared()) {

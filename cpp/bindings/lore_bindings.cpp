@@ -3,6 +3,8 @@
 #include "bindings/errors.h"
 #include "runtime/surrogate_use.h"
 
+#include <limits>
+
 namespace py = pybind11;
 using namespace spice;
 
@@ -21,6 +23,23 @@ void set_substitution(Engine &engine, const std::string &kind, double share, uin
         throw py::value_error("no kind of substitution is called " + kind);
     }
     raise_if(engine.make_surrogate_use().force(what, static_cast<float>(share), seed));
+}
+
+void use_lore(Engine &engine, float max_share, float max_mass, float max_confidence, double budget,
+              bool prompts) {
+    policy::SubstitutionRules rules = {
+        .max_share = max_share, .max_mass = max_mass, .max_confidence = max_confidence, .budget = budget};
+    if (prompts) rules.max_rows = std::numeric_limits<int32_t>::max();
+    raise_if(engine.make_surrogate_use().follow(rules, engine.top_k()));
+}
+
+py::object lore_plan(const Engine &engine) {
+    const SurrogateUse *use = engine.surrogate_use();
+    if (use == nullptr || use->surrogates() == nullptr) return py::none();
+    const SurrogateSet &set = *use->surrogates();
+    return py::dict(py::arg("path") = set.path(), py::arg("bytes") = set.bytes(),
+                    py::arg("rank") = set.rank(), py::arg("layers") = set.n_layers(),
+                    py::arg("calibrated") = set.calibrated());
 }
 
 void add_lore_stats(const Engine &engine, py::dict &out) {

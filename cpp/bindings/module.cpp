@@ -7,6 +7,7 @@
 #include "bindings/device_bindings.h"
 #include "bindings/errors.h"
 #include "bindings/lore_bindings.h"
+#include "policy/substitution.h"
 #include "runtime/engine.h"
 
 #include <pybind11/numpy.h>
@@ -266,6 +267,17 @@ PYBIND11_MODULE(_core, m) {
                 raise_if(status);
             },
             py::arg("sidecar"))
+        .def("lore", [](const Model &model) { return lore_plan(model.engine()); })
+        .def(
+            "use_lore",
+            [](const Model &model, float max_share, float max_mass, float max_confidence, double budget,
+               bool prompts) {
+                use_lore(model.engine(), max_share, max_mass, max_confidence, budget, prompts);
+            },
+            py::arg("max_share") = policy::SubstitutionRules().max_share,
+            py::arg("max_mass") = policy::SubstitutionRules().max_mass,
+            py::arg("max_confidence") = policy::SubstitutionRules().max_confidence,
+            py::arg("budget") = policy::SubstitutionRules::no_budget, py::arg("prompts") = false)
         .def(
             "set_substitution",
             [](const Model &model, const std::string &kind, double share, uint64_t seed) {

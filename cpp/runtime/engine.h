@@ -178,6 +178,10 @@ class Engine {
     /// on it is there; while no layer call runs.
     [[nodiscard]] SurrogateUse *surrogate_use() const { return surrogate_use_.get(); }
     SurrogateUse &make_surrogate_use();
+    [[nodiscard]] int32_t top_k() const; ///< experts per token and layer, the most of any layer
+    /// For each of the ids, 1 if the expert has no slot in memory and none is being read; ids that do not
+    /// exist have none.
+    [[nodiscard]] std::vector<uint8_t> absent(int32_t group, std::span<const int32_t> ids) const;
 
     [[nodiscard]] Timeline &timeline() { return timeline_; }
     [[nodiscard]] int32_t layer_of(int32_t group) const; ///< for messages

@@ -13,6 +13,24 @@ SurrogateUse &Engine::make_surrogate_use() {
     return *surrogate_use_;
 }
 
+int32_t Engine::top_k() const {
+    int32_t most = 0;
+    for (const SizeClass &cls : classes_) most = std::max(most, cls.top_k);
+    return most;
+}
+
+std::vector<uint8_t> Engine::absent(int32_t group_id, std::span<const int32_t> ids) const {
+    const Group &group = groups_[static_cast<size_t>(group_id)];
+    std::vector<uint8_t> out;
+    out.reserve(ids.size());
+    const std::lock_guard lock(mutex_);
+    for (const int32_t id : ids) {
+        const bool exists = id >= 0 && id < group.n_expert;
+        out.push_back(exists && group.slabs[static_cast<size_t>(id)].slot < 0 ? 1 : 0);
+    }
+    return out;
+}
+
 Status Engine::load_surrogates(const std::filesystem::path &sidecar) {
     std::vector<LoreShape> shapes;
     for (const Group &group : groups_) {

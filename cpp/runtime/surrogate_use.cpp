@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace spice {
 
@@ -11,12 +12,32 @@ Status SurrogateUse::set_surrogates(std::shared_ptr<const SurrogateSet> set) {
     return {};
 }
 
+Status SurrogateUse::follow(const policy::SubstitutionRules &rules, int32_t top_k) {
+    if (set_ == nullptr)
+        return {Code::unsupported, "there are no stand-ins for experts; load them with lore"};
+    if (std::isfinite(rules.budget) && !set_->calibrated()) {
+        return {Code::unsupported, set_->path() + ": does not say what its stand-ins cost, so they cannot "
+                                                  "be kept within a budget; fit them again with spice-fit"};
+    }
+    const std::lock_guard lock(mutex_);
+    forced_.reset();
+    rules_.emplace(rules, set_->n_layers(), top_k);
+    kind_ = compute::SurrogateKind::full;
+    only_missed_ = true;
+    max_rows_ = rules.max_rows;
+    on_ = true;
+    return {};
+}
+
 Status SurrogateUse::force(compute::SurrogateKind kind, float share, uint64_t seed) {
     if (kind != compute::SurrogateKind::drop && set_ == nullptr) {
         return {Code::unsupported, "there are no stand-ins for experts; load them with lore"};
     }
     const std::lock_guard lock(mutex_);
+    rules_.reset();
     forced_.emplace(share, seed);
+    only_missed_ = false;
+    max_rows_ = std::numeric_limits<int32_t>::max();
     std::ranges::fill(n_rows_, 0);
     kind_ = kind;
     on_ = true;
@@ -27,6 +48,7 @@ void SurrogateUse::turn_off() {
     const std::lock_guard lock(mutex_);
     on_ = false;
     forced_.reset();
+    rules_.reset();
 }
 
 const SurrogateLayer *SurrogateUse::layer(int32_t group) const {
@@ -46,40 +68,50 @@ bool SurrogateUse::choose(const RoutedRows &rows, std::span<uint8_t> taken) {
     const std::lock_guard lock(mutex_);
     if (!on() || rows.top_k == 0) return false;
     const SurrogateLayer *stand_ins = layer(rows.group);
-    bool any = false;
-    for (size_t first = 0; first < rows.ids.size(); first += rows.top_k) {
-        row_.clear();
-        for (size_t p = first; p < first + rows.top_k; ++p) {
-            row_.push_back({.expert = rows.ids[p],
-                            .gate = rows.gates[p],
-                            .candidate = rows.elsewhere.empty() || rows.elsewhere[p] == 0});
-        }
-        const std::span<uint8_t> of_row = taken.subspan(first, rows.top_k);
-        const uint64_t n = n_rows_[static_cast<size_t>(rows.group)]++;
-        if (forced_) forced_->choose(rows.group, n, row_, of_row);
-        count(stand_ins, row_, of_row);
-        any = any || std::ranges::find(of_row, uint8_t{1}) != of_row.end();
+    pairs_.clear();
+    for (size_t p = 0; p < rows.ids.size(); ++p) {
+        const auto expert = static_cast<size_t>(rows.ids[p]);
+        policy::RoutedPair &pair = pairs_.emplace_back();
+        pair.expert = rows.ids[p];
+        pair.gate = rows.gates[p];
+        pair.candidate = rows.candidates[p] != 0;
+        pair.confidence = expert < rows.forecast.size() ? rows.forecast[expert] : 0.0F;
+        const bool bounded = rules_ && std::isfinite(rules_->rules().budget);
+        const bool unknown = stand_ins == nullptr || !stand_ins->calibrated();
+        pair.cost = bounded && unknown ? std::numeric_limits<float>::infinity()
+                                       : static_cast<float>(cost(stand_ins, pair));
     }
-    return any;
+    if (rules_) {
+        rules_->choose(pairs_, rows.top_k, taken);
+    } else {
+        for (size_t first = 0; first < pairs_.size(); first += rows.top_k) {
+            const uint64_t n = n_rows_[static_cast<size_t>(rows.group)]++;
+            forced_->choose(rows.group, n, std::span(pairs_).subspan(first, rows.top_k),
+                            taken.subspan(first, rows.top_k));
+        }
+    }
+    count(stand_ins, rows.top_k, taken);
+    return std::ranges::find(taken, uint8_t{1}) != taken.end();
 }
 
-void SurrogateUse::count(const SurrogateLayer *layer, std::span<const policy::RoutedPair> row,
-                         std::span<const uint8_t> taken) {
-    counters_.rows += 1;
-    counters_.pairs += row.size();
-    const float sum = policy::gate_sum(row);
-    const compute::SurrogateKind kind = kind_;
-    for (size_t i = 0; i < row.size(); ++i) {
-        if (taken[i] == 0) continue;
-        counters_.taken += 1;
-        if (sum > 0.0F) counters_.mass += std::fabs(row[i].gate) / sum;
-        if (layer == nullptr || layer->norm.empty() || !(layer->output > 0.0F)) continue;
-        const auto expert = static_cast<size_t>(row[i].expert);
-        const double error = kind == compute::SurrogateKind::full ? layer->error[expert] : 1.0;
-        const double power =
-            static_cast<double>(row[i].gate) * row[i].gate * error * layer->norm[expert] / layer->output;
-        counters_.error += power;
-        counters_.nats += power * layer->sensitivity;
+/// Expected nats of KL; 0 where not measured.
+double SurrogateUse::cost(const SurrogateLayer *layer, const policy::RoutedPair &pair) const {
+    return layer == nullptr ? 0.0 : layer->error_power(pair.expert, pair.gate, kind_) * layer->sensitivity;
+}
+
+void SurrogateUse::count(const SurrogateLayer *layer, size_t top_k, std::span<const uint8_t> taken) {
+    counters_.rows += pairs_.size() / top_k;
+    counters_.pairs += pairs_.size();
+    for (size_t first = 0; first < pairs_.size(); first += top_k) {
+        const std::span<const policy::RoutedPair> row = std::span(pairs_).subspan(first, top_k);
+        const float sum = policy::gate_sum(row);
+        for (size_t i = 0; i < top_k; ++i) {
+            if (taken[first + i] == 0) continue;
+            counters_.taken += 1;
+            if (sum > 0.0F) counters_.mass += std::fabs(row[i].gate) / sum;
+            if (layer != nullptr) counters_.error += layer->error_power(row[i].expert, row[i].gate, kind_);
+            counters_.nats += cost(layer, row[i]);
+        }
     }
 }
 

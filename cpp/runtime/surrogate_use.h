@@ -34,9 +34,10 @@ struct SurrogateCounters {
 struct RoutedRows {
     int32_t group = 0;
     size_t top_k = 0;
-    std::span<const int32_t> ids;       ///< [rows][top_k]
-    std::span<const float> gates;       ///< [rows][top_k]
-    std::span<const uint8_t> elsewhere; ///< [rows][top_k]: pairs that the host does not compute; empty: none
+    std::span<const int32_t> ids;        ///< [rows][top_k]
+    std::span<const float> gates;        ///< [rows][top_k]
+    std::span<const uint8_t> candidates; ///< [rows][top_k]: pairs that may be replaced
+    std::span<const float> forecast;     ///< of each expert, the chance that was predicted; empty: none
 };
 
 class SurrogateUse {
@@ -48,15 +49,20 @@ class SurrogateUse {
     [[nodiscard]] Status set_surrogates(std::shared_ptr<const SurrogateSet> set);
     [[nodiscard]] const SurrogateSet *surrogates() const { return set_.get(); }
 
+    /// Replaces experts that are missed, by those rules. Errors: unsupported, without stand-ins, or with a
+    /// budget where no layer has been calibrated.
+    [[nodiscard]] Status follow(const policy::SubstitutionRules &rules, int32_t top_k);
     /// Replaces a share (0 .. 1) of the pairs by lot, wherever the experts are. Errors: unsupported, for a
     /// kind other than drop without stand-ins.
     [[nodiscard]] Status force(compute::SurrogateKind kind, float share, uint64_t seed);
     void turn_off();
 
     [[nodiscard]] bool on() const { return on_.load(std::memory_order_relaxed); }
-    /// True when some pair is replaced: taken[r * top_k + i] tells which.
+    /// True when some pair is replaced: taken[r * top_k + i] tells which. For groups that it serves().
     [[nodiscard]] bool choose(const RoutedRows &rows, std::span<uint8_t> taken);
     [[nodiscard]] compute::SurrogateKind kind() const { return kind_; }
+    [[nodiscard]] bool only_missed() const { return only_missed_; } ///< false: wherever the experts are
+    [[nodiscard]] int32_t max_rows() const { return max_rows_; } ///< of a call that choose() is asked about
     /// The group's stand-ins; nullptr where it has none and needs none.
     [[nodiscard]] const SurrogateLayer *layer(int32_t group) const;
     /// True when calls of the group can be asked about at all.
@@ -67,17 +73,20 @@ class SurrogateUse {
     void reset_counters();
 
   private:
-    void count(const SurrogateLayer *layer, std::span<const policy::RoutedPair> row,
-               std::span<const uint8_t> taken);
+    [[nodiscard]] double cost(const SurrogateLayer *layer, const policy::RoutedPair &pair) const;
+    void count(const SurrogateLayer *layer, size_t top_k, std::span<const uint8_t> taken);
 
     std::shared_ptr<const SurrogateSet> set_;
     std::atomic<bool> on_{false};
     std::atomic<compute::SurrogateKind> kind_{compute::SurrogateKind::full};
+    std::atomic<bool> only_missed_{true};
+    std::atomic<int32_t> max_rows_{0};
 
-    mutable std::mutex mutex_; ///< guards everything below
-    std::optional<policy::ForcedSubstitution> forced_;
+    mutable std::mutex mutex_;                         ///< guards everything below
+    std::optional<policy::ForcedSubstitution> forced_; ///< one of these two, while it is on
+    std::optional<policy::Substitution> rules_;
     std::vector<uint64_t> n_rows_; ///< by group, since force()
-    std::vector<policy::RoutedPair> row_;
+    std::vector<policy::RoutedPair> pairs_;
     SurrogateCounters counters_;
 };
 

@@ -83,6 +83,17 @@ Status read_layer(const Sidecar &sidecar, const LoreTensors &tensors, std::byte 
 
 } // namespace
 
+double SurrogateLayer::error_power(int32_t expert, float gate, compute::SurrogateKind kind) const {
+    if (norm.empty() || !(output > 0.0F)) return 0.0;
+    const auto e = static_cast<size_t>(expert);
+    const double relative = kind == compute::SurrogateKind::full ? static_cast<double>(error[e]) : 1.0;
+    return static_cast<double>(gate) * gate * relative * norm[e] / output;
+}
+
+bool SurrogateSet::calibrated() const {
+    return std::ranges::any_of(layers_, &SurrogateLayer::calibrated);
+}
+
 Result<std::shared_ptr<const SurrogateSet>> SurrogateSet::load(const std::filesystem::path &path,
                                                                const GgufModel &model,
                                                                const ExpertIndex &index,

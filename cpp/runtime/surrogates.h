@@ -31,6 +31,9 @@ struct SurrogateLayer {
     [[nodiscard]] bool any() const { return shape.n_expert > 0; }
     [[nodiscard]] bool needs_shared() const { return !shared.empty(); }
     [[nodiscard]] bool calibrated() const { return !norm.empty() && output > 0.0F && sensitivity > 0.0F; }
+    /// Expected squared error of a row's output, relative to its mean square, when the expert is replaced;
+    /// 0 where not measured. What a row without the expert loses stands for `base`, which was not measured.
+    [[nodiscard]] double error_power(int32_t expert, float gate, compute::SurrogateKind kind) const;
 };
 
 class SurrogateSet {
@@ -47,6 +50,7 @@ class SurrogateSet {
     [[nodiscard]] int32_t n_groups() const { return static_cast<int32_t>(layers_.size()); }
     [[nodiscard]] int32_t n_layers() const; ///< that have stand-ins
     [[nodiscard]] int64_t rank() const;     ///< the largest
+    [[nodiscard]] bool calibrated() const;  ///< some layer is
     [[nodiscard]] uint64_t bytes() const { return memory_.bytes(); }
     [[nodiscard]] const std::string &path() const { return path_; }
 
