@@ -2,9 +2,10 @@
 
 Decodes real text token by token in fresh processes that alternate between: no stand-ins, and stand-ins for
 missed experts under thresholds of several widths. A setting is `off`, a SHARE (replace misses whose share of
-their token's gate weights is at most this; no budget) or `auto:KL`, as Llama's option `lore` takes it. The memory is the same in
-all of them: the stand-ins' own is taken from the experts' pool. Without --sidecar the stand-ins are random
-and tiny: good for measuring speed, and for nothing else. bench/quality.py measures what they cost.
+their token's gate weights is at most this; no budget) or `auto:KL`, as Llama's option `lore` takes it. The
+memory is the same in all of them: the stand-ins' own is taken from the experts' pool. Without --sidecar the
+stand-ins are random and tiny: good for measuring speed, and for nothing else. bench/quality.py measures what
+they cost.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def write_random(model: Path, path: Path, rank: int) -> None:
         if not tensor.name.endswith(".ffn_down_exps.weight"):
             continue
         layer = tensor.name.split(".")[1]
-        ff, width, n = (int(d) for d in tensor.shape)
+        _, width, n = (int(d) for d in tensor.shape)
         for name, shape in (("a", (n, rank, width)), ("b", (n, rank, width)), ("bias", (n, width))):
             if shape not in halves:
                 halves[shape] = (1e-3 * rng.standard_normal(shape, dtype=np.float32)).astype(np.float16)
@@ -98,7 +99,7 @@ def describe(setting: str, n_tokens: int, reports: Sequence[dict[str, Any]]) -> 
     c, layers = reports[-1]["counters"], reports[-1]["plan"]["moe_layers"]
     rows, pairs = max(c["lore_rows"], 1), max(c["lore_pairs"], 1)
     return (
-        f"  {setting:10} {n_tokens / seconds:6.2f} tokens/s, waiting {1000 * stalled / n_tokens:6.1f} ms/token, "
+        f"  {setting:9} {n_tokens / seconds:6.2f} tokens/s, waits {1000 * stalled / n_tokens:5.1f} ms/token, "
         f"{c['bytes_read'] / n_tokens / 1e6:6.1f} MB/token read, "
         f"{100 * c['lore_substituted'] / pairs:5.1f} % of experts replaced "
         f"({100 * c['lore_gate_mass'] / rows:4.1f} % of gate mass), "

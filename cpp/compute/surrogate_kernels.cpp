@@ -197,6 +197,7 @@ SPICE_AVX512 void add_avx512(const uint16_t *rows, int64_t n_rows, int64_t strid
 
 std::span<const SurrogateKernels> surrogate_kernels() {
     static const std::vector<SurrogateKernels> found = [] {
+        ggml_cpu_init(); // its tables, which conversion needs, where nobody has made them yet
         std::vector<SurrogateKernels> list;
 #if defined(__x86_64__)
         const bool avx2 =

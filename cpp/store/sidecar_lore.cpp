@@ -49,6 +49,11 @@ std::string shape_text(std::span<const int64_t> shape) {
 /// "" or what is wrong with the layer's parts.
 std::string misfit(const LoreTensors &lore) {
     const LoreShape &m = lore.shape;
+    const std::string layer = "layer " + std::to_string(m.layer);
+    if ((lore.a == nullptr) != (lore.b == nullptr)) return layer + " has one of the parts a and b alone";
+    if ((lore.base_a == nullptr) != (lore.base_b == nullptr)) {
+        return layer + " has one of the parts base_a and base_b alone";
+    }
     std::string found;
     const auto check = [&](const GgufTensor *tensor, std::array<int64_t, 3> wanted) {
         if (tensor == nullptr || !found.empty()) return;
@@ -70,11 +75,6 @@ std::string misfit(const LoreTensors &lore) {
     check(lore.output, {1, 1, 1});
     check(lore.sensitivity, {1, 1, 1});
     if (!found.empty()) return found;
-    const std::string layer = "layer " + std::to_string(m.layer);
-    if ((lore.a == nullptr) != (lore.b == nullptr)) return layer + " has one of the parts a and b alone";
-    if ((lore.base_a == nullptr) != (lore.base_b == nullptr)) {
-        return layer + " has one of the parts base_a and base_b alone";
-    }
     if (std::max(rank, base) > k_max_rank) {
         return layer + " has a rank of " + std::to_string(std::max(rank, base)) + ", above " +
                std::to_string(k_max_rank);

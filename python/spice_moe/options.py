@@ -74,8 +74,8 @@ class SpiceOptions:
 
     lore: bool | str | os.PathLike[str] | None = None
     """Approximate, off by default: replace missed experts that matter little by low-rank stand-ins, from a
-    file of ``spice-fit --lore``. True takes the sidecar beside the model, a path names the file, ``"auto:0.01"``
-    takes the sidecar and replaces whatever costs least, at 0.01 nats of expected KL per token in all."""
+    file of ``spice-fit --lore``. True takes the sidecar beside the model, a path names the file,
+    ``"auto:0.01"`` takes the sidecar and replaces what costs least, at 0.01 nats of expected KL per token."""
 
     lore_budget: float | None = None
     """With ``lore``: nats of expected KL divergence per token that stand-ins may cost on average, by the

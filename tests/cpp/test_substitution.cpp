@@ -2,7 +2,9 @@
 
 #include "policy/substitution.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 

@@ -160,9 +160,6 @@ TEST(every_instruction_set_gives_what_a_plain_loop_gives) {
             for (const auto kind : {SurrogateKind::drop, SurrogateKind::base, SurrogateKind::full}) {
                 it.run(kernels, kind, 1 + round % 3);
                 const double worst = it.worst(kind);
-                if (!(worst < 2e-3)) {
-                    std::cerr << kernels.name << " " << it.n_in << " " << it.n_out << " " << it.rank << "\n";
-                }
                 CHECK(worst < 2e-3);
             }
         }

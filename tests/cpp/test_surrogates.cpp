@@ -124,14 +124,15 @@ TEST(what_does_not_fit_is_refused) {
     const auto shape = [](const char *name, std::vector<int64_t> ne) {
         return [=](test::GgufBuilder &b) { b.at(name).shape = ne; };
     };
-    refused("lore.0.a has the shape [31, 3, 4, 1], not [32, 3, 4, 1]", shape("lore.0.a", {31, k_rank, k_n}));
-    refused("lore.0.b has the shape", shape("lore.0.b", {k_w, k_rank + 1, k_n}));
-    refused("lore.0.b has the shape", shape("lore.0.b", {k_w, k_rank, k_n + 1}));
-    refused("lore.0.bias has the shape", shape("lore.0.bias", {k_w, k_n - 1}));
-    refused("lore.0.shared has the shape", shape("lore.0.shared", {k_n + 1}));
-    refused("lore.0.base_b has the shape", shape("lore.0.base_b", {k_w, k_base + 1}));
-    refused("lore.0.norm has the shape", shape("lore.0.norm", {1}));
-    refused("lore.0.output has the shape", shape("lore.0.output", {2}));
+    refused("'lore.0.a' has the shape [31, 3, 4, 1], not [32, 3, 4, 1]",
+            shape("lore.0.a", {31, k_rank, k_n}));
+    refused("'lore.0.b' has the shape", shape("lore.0.b", {k_w, k_rank + 1, k_n}));
+    refused("'lore.0.b' has the shape", shape("lore.0.b", {k_w, k_rank, k_n + 1}));
+    refused("'lore.0.bias' has the shape", shape("lore.0.bias", {k_w, k_n - 1}));
+    refused("'lore.0.shared' has the shape", shape("lore.0.shared", {k_n + 1}));
+    refused("'lore.0.base_b' has the shape", shape("lore.0.base_b", {k_w, k_base + 1}));
+    refused("'lore.0.norm' has the shape", shape("lore.0.norm", {1}));
+    refused("'lore.0.output' has the shape", shape("lore.0.output", {2}));
     refused("rank of 1025",
             [](test::GgufBuilder &b) { b.at("lore.0.a").shape = b.at("lore.0.b").shape = {k_w, 1025, k_n}; });
     const auto rename = [](const char *name, const char *to) {
@@ -161,7 +162,8 @@ TEST(numbers_that_are_none_are_refused) {
          {std::pair("lore.0.a", NAN), std::pair("lore.0.base_b", INFINITY), std::pair("lore.0.shared", NAN),
           std::pair("lore.0.norm", -1.0F), std::pair("lore.0.error", INFINITY)}) {
         const auto path = f.write(good_sidecar(f.print));
-        const GgufTensor &tensor = *GgufModel::open(path).take().find(name);
+        const GgufModel model = GgufModel::open(path).take();
+        const GgufTensor &tensor = *model.find(name);
         std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
         file.seekp(static_cast<std::streamoff>(tensor.offset + 4));
         if (tensor.ggml_type == GGML_TYPE_F16) {

@@ -116,7 +116,7 @@ def test_files_that_cannot_be_used(model: Path, tiny_model, tmp_path: Path) -> N
     tensors = random_lore(weights)
     tensors["lore.1.b"] = tensors["lore.1.b"][:, :3]
     damaged = write_lore(model, tmp_path / "damaged.gguf", tensors)
-    with pytest.raises(SpiceFormatError, match=r"lore\.1\.b has the shape"):
+    with pytest.raises(SpiceFormatError, match=r"lore\.1\.b' has the shape"):
         Llama(str(model), lore=damaged, verbose=False)
     tensors = {k: v for k, v in random_lore(weights).items() if not k.endswith("sensitivity")}
     uncalibrated = write_lore(model, tmp_path / "bare.gguf", tensors)
