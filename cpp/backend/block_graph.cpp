@@ -77,11 +77,11 @@ ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
     const auto n_shared = static_cast<size_t>(std::ranges::count_if(nodes_, is_shared_expert_node));
     count_.delegated_nodes = nodes_.size() - count_.matmul_nodes;
 
-    // At most five nodes for each of ours (pack, multiply, merge, two of stand-ins), and seven tensors; and
+    // At most six nodes for each of ours (pack, multiply, merge, two of stand-ins, capture), eight tensors; and
     // two for each of the shared expert's (the early twin, the copy of its result).
-    const size_t capacity = nodes_.size() + 4 * count_.matmul_nodes + 2 * n_shared;
+    const size_t capacity = nodes_.size() + 5 * count_.matmul_nodes + 2 * n_shared;
     const size_t bytes = ggml_graph_overhead_custom(capacity, false) +
-                         (count_.matmul_nodes * 7 + n_shared * 2) * ggml_tensor_overhead();
+                         (count_.matmul_nodes * 8 + n_shared * 2) * ggml_tensor_overhead();
     if (arena_.size() < bytes) arena_.resize(bytes);
     context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
     if (context_ == nullptr) throw std::bad_alloc();
@@ -229,6 +229,7 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     }
     const RouterInput input = router_input(node);
     weights.engine->routed(weights.group, input, routed);
+    if (weights.engine->capture().on()) capture(weights, call);
     const bool waits = !call.layer.streaming() && !call.layer.all_ready(weights.part);
     if (waits && early_.empty()) add_early();
     call.sort_rows(routed, ids->ne[0], weights.info->n_expert);
@@ -322,6 +323,7 @@ ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weight
     const ggml_status status = multiply_on_host(node, weights, *call);
     if (status == GGML_STATUS_SUCCESS && call->stand_ins != nullptr) add_stand_ins(node, *call);
     if (status == GGML_STATUS_SUCCESS && node == call->merge_at) add_merge(*call);
+    if (status == GGML_STATUS_SUCCESS && node == call->captured.down) add_captured_outputs(*call);
     return status;
 }
 

@@ -68,6 +68,8 @@ class BlockGraph {
     void substitute(const ExpertTensor &weights, RoutedCall &call, std::span<const int32_t> routed,
                     std::vector<int32_t> &left); // these two: substitution_graph.cpp
     void add_stand_ins(ggml_tensor *node, RoutedCall &call);
+    void capture(const ExpertTensor &weights, RoutedCall &call);
+    void add_captured_outputs(RoutedCall &call);
     void add_early();
     void add_early_results();
     [[nodiscard]] ggml_status run_pending();

@@ -5,6 +5,7 @@
 
 #include "backend/substitution.h"
 #include "compute/expert_matmul.h"
+#include "runtime/capture.h"
 #include "runtime/device_tier.h"
 #include "runtime/layer_call.h"
 
@@ -58,6 +59,14 @@ struct RoutedCall {
 
     /// Makes the predictions. On one thread, any of the graph's; without memory there are none.
     void predict() noexcept;
+
+    struct Captured { ///< where what the experts give is kept
+        Capture *capture = nullptr;
+        int32_t layer = 0;
+        const ggml_tensor *down = nullptr;
+        void keep() const; ///< on one thread
+    };
+    Captured captured; ///< with a capture that wants outputs
 
     /// Waits for the device and puts its rows into the down product. On one thread.
     void merge();

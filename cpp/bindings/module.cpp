@@ -178,7 +178,8 @@ py::dict stats(const Model &m) {
     return out;
 }
 
-/// [(layer, hidden [tokens, n_embd] or None, ids [tokens, top_k])], in the order of the layer calls.
+/// [(layer, hidden [tokens, n_embd] or None, ids [tokens, top_k], gates [tokens, top_k] or None, down [tokens,
+/// top_k, n_out] or None)], in the order of the layer calls.
 py::list take_capture(const Model &m) {
     Result<std::vector<CapturedCall>> calls = m.engine().capture().take();
     raise_if(calls.status());
@@ -189,8 +190,12 @@ py::list take_capture(const Model &m) {
             hidden = py::array_t<float>({call.n_tokens, call.n_embd}, call.hidden.data());
         }
         const auto top_k = static_cast<int64_t>(call.ids.size()) / std::max<int64_t>(call.n_tokens, 1);
+        py::object gates = py::none();
+        if (!call.gates.empty()) gates = py::array_t<float>({call.n_tokens, top_k}, call.gates.data());
+        py::object down = py::none();
+        if (call.n_out > 0) down = py::array_t<float>({call.n_tokens, top_k, call.n_out}, call.down.data());
         out.append(py::make_tuple(call.layer, hidden,
-                                  py::array_t<int32_t>({call.n_tokens, top_k}, call.ids.data())));
+                                  py::array_t<int32_t>({call.n_tokens, top_k}, call.ids.data()), gates, down));
     }
     return out;
 }
@@ -302,8 +307,10 @@ PYBIND11_MODULE(_core, m) {
              })
         .def(
             "start_capture",
-            [](const Model &model, uint64_t limit) { model.engine().capture().start(limit); },
-            py::arg("limit") = uint64_t{2} << 30)
+            [](const Model &model, uint64_t limit, bool outputs) {
+                model.engine().capture().start(limit, outputs);
+            },
+            py::arg("limit") = uint64_t{2} << 30, py::arg("outputs") = false)
         .def("stop_capture", [](const Model &model) { model.engine().capture().stop(); })
         .def("take_capture", &take_capture)
         .def(

@@ -40,7 +40,7 @@ def test_a_stand_in_that_equals_its_experts_changes_nothing(tiny_model, tmp_path
     with opened(path) as (llm, core):
         core.start_capture()
         exact = prefill(llm, [7])
-        hidden = {layer: h[0] for layer, h, _ in core.take_capture()}
+        hidden = {layer: h[0] for layer, h, *_ in core.take_capture()}
     for layer in weights.layers:
         bias = lore[f"lore.{layer}.bias"]
         bias[:] = 0
