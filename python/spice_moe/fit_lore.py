@@ -26,8 +26,7 @@ from .fit_lore_solve import Floats, Problem, StandIn
 from .llama import Llama
 
 RIDGES = (3e-3, 3e-2, 3e-1)
-OTHERS = 0.1  # weight of all rows that were not routed to an expert, relative to those that were
-_FIRST = 0.1  # weight of a row whose first expert it is, against another with the same gate
+OTHERS = 0.02  # weight of all rows in which the expert cannot be substituted, relative to those where it can
 _TRIED = 3  # experts of a layer that the choice is made on
 _PRIOR_ROWS = 8.0  # with few rows, an expert's error leans on its layer's
 _CHECKED = 16  # tokens that the formula is checked on
@@ -201,10 +200,9 @@ class LayerFit:
         place = np.concatenate([place[: n_fit - n_away], np.full(n_away, -1), place[n_fit - n_away :]])
         gates = np.where(place >= 0, rows.gates[token, np.maximum(place, 0)], 0).astype(np.float32)
         square = np.where(rows.first[token] == number, 0, np.square(gates))
-        weights = np.where(square > 0, square, _FIRST * np.square(gates))[:n_fit]
-        if n_away:
-            total = float(weights.sum()) or 1.0
-            weights = np.where(place[:n_fit] < 0, OTHERS * total / n_away, weights)
+        weights = square[:n_fit].copy()
+        others = weights == 0
+        weights[others] = OTHERS * (float(weights.sum()) or 1.0) / max(1, int(others.sum()))
         expert = self._file.expert(self._layer, number)
         h = rows.hidden[token].astype(np.float32)
         activations = expert.activations(h, self._formula)
