@@ -1,10 +1,9 @@
 """Fits LoRE, low-rank stand-ins for experts that are not in memory when they are needed (docs/lore.md).
 
-For each layer: the experts' inputs on the text, kept in a temporary file, go through each expert's own weights
-(`fit_lore_experts`), and a stand-in is solved in closed form (`fit_lore_solve`). What a substitution costs is
-the error times the gate, squared: rows count by their squared gate. A token's first expert is never
-substituted; its row and rows that were routed elsewhere count little, which keeps stand-ins sane off the
-calibration text. How many neurons of the expert itself are kept in place of rank, and the ridge, are chosen
+For each layer: the experts' inputs on the text, kept in a temporary file, go through each expert's own
+weights (`fit_lore_experts`), and a stand-in is solved in closed form (`fit_lore_solve`). What a substitution
+costs is the error times the gate, squared: rows count by their squared gate. A token's first expert is never
+substituted; that row, and rows that were routed elsewhere, count little. How many neurons of the expert itself are kept in place of rank, and the ridge, are chosen
 for each layer on rows that are not fitted; errors are reported on further rows.
 """
 
@@ -35,13 +34,13 @@ _F16_MAX = 65504.0
 
 @dataclass
 class Rows:
-    """What one layer's experts did on the text, tokens in the order fit, choice, report. hidden: [tokens, width]
-    F16; ids, gates: [tokens, top_k]."""
+    """What one layer's experts did on the text, tokens in the order fit, choice, report. hidden: [tokens,
+    width]; ids, gates: [tokens, top_k]; fit, choice: tokens of those parts."""
 
     hidden: NDArray[np.float16]
     ids: NDArray[np.int32]
     gates: Floats
-    fit: int  # tokens
+    fit: int
     choice: int
 
     def __post_init__(self) -> None:
@@ -53,7 +52,7 @@ def collect(
     llm: Llama, fit: list[list[int]], choose: list[list[int]], report: list[list[int]], folder: Path,
     step: Callable[[], None],
 ) -> dict[int, Rows]:  # fmt: skip
-    """Evaluate the pieces and keep, by layer, what its experts read. Layers that do not show it are left out."""
+    """Evaluate the pieces and keep, by layer, what its experts read; a layer that hides it is left out."""
     pieces = [*fit, *choose, *report]
     total, at = sum(map(len, pieces)), 0
     out: dict[int, Rows] = {}
@@ -68,7 +67,9 @@ def collect(
                     wide = (total, ids.shape[1])
                     parts[layer] = kept, np.zeros(wide, np.int32), np.zeros(wide, np.float32)
                 now = slice(at, at + chunk.tokens)
-                for place, values in zip(parts[layer], (np.clip(h, -_F16_MAX, _F16_MAX), ids, gates), strict=True):
+                for place, values in zip(
+                    parts[layer], (np.clip(h, -_F16_MAX, _F16_MAX), ids, gates), strict=True
+                ):
                     place[now] = values
             at += chunk.tokens
             step()
@@ -109,7 +110,7 @@ class _Data:
 
 
 class LayerFit:
-    """Fits the stand-ins of one layer's experts. rank: the budget; a kept neuron costs as much as 1.5 of it."""
+    """Fits the stand-ins of one layer's experts. rank: the budget; a kept neuron costs 1.5 of it."""
 
     def __init__(self, file: ExpertFile, layer: int, rows: Rows, formula: Formula, rank: int) -> None:
         self._file, self._layer, self._rows, self._formula = file, layer, rows, formula
@@ -125,7 +126,11 @@ class LayerFit:
         best: dict[tuple[int, int, float], float] = {}
         for number in np.argsort(-self._used)[:_TRIED]:
             data = self._data(int(number))
-            held = data.square * (data.token >= self._rows.fit) * (data.token < self._rows.fit + self._rows.choice)
+            held = (
+                data.square
+                * (data.token >= self._rows.fit)
+                * (data.token < self._rows.fit + self._rows.choice)
+            )
             for neurons, rank in self._sizes:
                 keep, problem = self._problem(data, neurons)
                 for ridge in RIDGES if rank else RIDGES[:1]:
@@ -145,7 +150,10 @@ class LayerFit:
         offset, bias = np.zeros((n, count), np.float32), np.zeros((n, width_out), np.float16)
         wrong, base, power, norm = (np.zeros(n) for _ in range(4))
         # Of the whole block on the rows of the report: its output, and what substitution adds to it.
-        block = {k: np.zeros((len(self._rows.ids) - first, width_out), np.float32) for k in ("output", "drop", "base", "lore")}
+        block = {
+            k: np.zeros((len(self._rows.ids) - first, width_out), np.float32)
+            for k in ("output", "drop", "base", "lore")
+        }
         fallback = 0
         for number in range(n):
             data = self._data(number)
@@ -168,7 +176,11 @@ class LayerFit:
             self._add_to_block(block, data, y, bias[number].astype(np.float32), first)
             step()
         ratio = wrong.sum() / max(power.sum(), 1e-30)
-        prior = _PRIOR_ROWS * power.sum() / max(1, int((self._rows.tokens >= first).sum()) * self._rows.ids.shape[1])
+        prior = (
+            _PRIOR_ROWS
+            * power.sum()
+            / max(1, int((self._rows.tokens >= first).sum()) * self._rows.ids.shape[1])
+        )
         error = (wrong + prior * ratio) / (power + prior + 1e-30)
         squares = {k: float(np.square(v, dtype=np.float64).sum(axis=1).mean()) for k, v in block.items()}
         output = max(squares["output"], 1e-30)
@@ -190,7 +202,7 @@ class LayerFit:
         }
 
     def _data(self, number: int) -> _Data:
-        rows, first = self._rows, self._rows.fit + self._rows.choice
+        rows = self._rows
         token, place = np.nonzero(rows.ids == number)
         away = np.flatnonzero((rows.ids[: rows.fit] != number).all(axis=1))
         n_away = min(len(away), max(64, int((token < rows.fit).sum()) // 4))
@@ -222,7 +234,12 @@ class LayerFit:
     def _mean(self, data: _Data) -> StandIn:
         share = data.weights / data.weights.sum()
         none = np.zeros((0, data.outputs.shape[1]), np.float32)
-        return StandIn(np.zeros((0, data.h.shape[1]), np.float32), none, np.zeros(0, np.float32), share @ data.outputs[: data.n_fit])
+        return StandIn(
+            np.zeros((0, data.h.shape[1]), np.float32),
+            none,
+            np.zeros(0, np.float32),
+            share @ data.outputs[: data.n_fit],
+        )
 
     def _wrong(self, fitted: StandIn, data: _Data, keep: NDArray[np.int64], squares: Floats) -> float:
         rows = np.flatnonzero(squares)
@@ -236,7 +253,9 @@ class LayerFit:
             z[:, : len(gate)] = self._formula.of(data.h @ gate.astype(np.float32).T, z[:, : len(gate)])
         return bias.astype(np.float32) + (z + offset) @ b.astype(np.float32)
 
-    def _add_to_block(self, block: dict[str, Floats], data: _Data, y: Floats, mean: Floats, first: int) -> None:
+    def _add_to_block(
+        self, block: dict[str, Floats], data: _Data, y: Floats, mean: Floats, first: int
+    ) -> None:
         rows = np.flatnonzero((data.token >= first) & (data.place >= 0))
         at = data.token[rows] - first
         gates = self._rows.gates[data.token[rows], data.place[rows]][:, None]
@@ -274,7 +293,7 @@ def _power(data: _Data, squares: Floats) -> float:
 
 
 def _as_halves(fitted: StandIn, expert: Expert, keep: NDArray[np.int64]) -> tuple[Any, Any, Any, Floats]:
-    """a, b, gate and offset with the kept neurons first; each row of a as long as its row of b, for F16's range."""
+    """a, b, gate and offset, kept neurons first; each row of a as long as its row of b, for F16's range."""
     gate = expert.up[:0] if expert.gate is None else expert.gate[keep]
     a = np.concatenate([expert.up[keep], fitted.a])
     lengths = [np.linalg.norm(v, axis=1) for v in (a, fitted.b)]

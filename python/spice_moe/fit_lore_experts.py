@@ -1,8 +1,8 @@
 """The routed experts of a GGUF model in numpy: their weights, one expert at a time, and what they compute.
 
-llama.cpp has the formula of an architecture's experts in its code, not in the file. So the formula is found by
-trial: of the known ones, the one that gives what the running model gave for the same rows. A layer that none
-reproduces is refused, and no stand-in is fitted to a wrong function.
+llama.cpp has the formula of an architecture's experts in its code, not in the file. So the formula is found
+by trial: of the known ones, the one that gives what the running model gave for the same rows. A layer that
+none reproduces is refused: no stand-in is fitted to a wrong function.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _formulas(gated: bool, limit: float) -> list[Formula]:
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert's projections. gate: [ff, width] or None; up: [ff, width]; down: [width_out, ff]. Biases are of
-    gate and up; the one of down is not part of what a stand-in replaces."""
+    """One expert's projections. gate: [ff, width] or None; up: [ff, width]; down: [width_out, ff]. Biases are
+    of gate and up; the one of down is not part of what a stand-in replaces."""
 
     up: Floats
     down: Floats
@@ -133,6 +133,11 @@ class ExpertFile:
     def layers(self) -> list[int]:
         return sorted(self._parts)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all experts in the file."""
+        return sum(int(t.n_bytes) for parts in self._parts.values() for t in parts.values())
+
     def n_experts(self, layer: int) -> int:
         return int(self._part(layer, "down.weight").data.shape[0])
 
@@ -156,8 +161,8 @@ class ExpertFile:
         return Expert(up, self._rows(layer, "down.weight", number), gate, **biases)
 
     def formula(self, layer: int, h: Floats, ids: NDArray[np.int32], down: Floats) -> Formula:
-        """The formula that gives `down` [tokens, top_k, width_out], what the experts `ids` [tokens, top_k] gave for
-        h [tokens, width] in the running model.
+        """The formula that gives `down` [tokens, top_k, width_out], what the experts `ids` [tokens, top_k]
+        made of h [tokens, width] in the running model.
 
         Raises SpiceUnsupportedError, naming the layer, when there is none.
         """
@@ -165,7 +170,9 @@ class ExpertFile:
         chosen = numbers[np.argsort(-counts)][:2]
         experts = {int(e): self.expert(layer, int(e)) for e in chosen}
         if any(e.up.shape[1] != h.shape[1] for e in experts.values()):
-            raise SpiceUnsupportedError(f"{self._path}: layer {layer}: the experts read {h.shape[1]} numbers of another form")
+            raise SpiceUnsupportedError(
+                f"{self._path}: layer {layer}: the experts read {h.shape[1]} numbers of another form"
+            )
         best, error = None, np.inf
         gated = next(iter(experts.values())).gate is not None
         for formula in _formulas(gated, self._limits.get(layer, 0.0)):
@@ -179,7 +186,7 @@ class ExpertFile:
                 best, error = formula, wrong / power
         if best is None or not error <= _TOLERANCE:
             raise SpiceUnsupportedError(
-                f"{self._path}: layer {layer}: none of the known formulas reproduces what its experts compute "
+                f"{self._path}: layer {layer}: no known formula reproduces what its experts compute "
                 f"(the nearest is off by {100 * np.sqrt(error):.1f} %), so no stand-ins can be fitted"
             )
         biased = next(iter(experts.values()))

@@ -15,7 +15,6 @@ import llama_cpp._internals as internals
 import numpy as np
 from numpy.typing import NDArray
 
-from . import capture
 from .llama import Llama
 
 _TOGETHER = 0.25  # share of misses in the run of all layers
@@ -39,9 +38,13 @@ def measure(
         def cost(share: float, layer: int) -> tuple[float, dict[str, float]]:
             core.set_substitution("lore", share, 0, layer)
             before = core.stats()
-            kl = [divergence(p, log_probabilities(llm, piece)) for p, piece in zip(exact, pieces, strict=True)]
+            kl = [
+                divergence(p, log_probabilities(llm, piece)) for p, piece in zip(exact, pieces, strict=True)
+            ]
             after = core.stats()
-            return float(np.concatenate(kl).mean()), {k: after[k] - before[k] for k in ("lore_error", "lore_kl")}
+            return float(np.concatenate(kl).mean()), {
+                k: after[k] - before[k] for k in ("lore_error", "lore_kl")
+            }
 
         rows = sum(map(len, pieces))
         out: dict[int, float] = {}
@@ -71,7 +74,9 @@ def log_probabilities(llm: Llama, piece: Sequence[int]) -> NDArray[np.float32]:
             batch.set_batch(part, n_past=start, logits_all=True)
             with llm._failures_of_compute():
                 llm._ctx.decode(batch)
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(llm.ctx), shape=(len(part), llm.n_vocab()))
+            logits = np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits(llm.ctx), shape=(len(part), llm.n_vocab())
+            )
             rows.append(_log_softmax(logits))
     finally:
         batch.close()

@@ -1,10 +1,10 @@
 """Closed-form stand-ins for one expert: reduced-rank ridge regression of its output on its input.
 
 With rows h [n, width], outputs T [n, width_out] and weights w, the stand-in y = bias + b^T (a h) of rank r
-minimises  sum_t w_t |T_t - y(h_t)|^2 + ridge * tau * |b^T a|^2,  tau the mean square of one centred input. Its
-solution is the full ridge solution W projected on the top r eigenvectors of the fitted outputs' second moment
-in the metric of the penalised problem (Izenman 1975; whitened reduced-rank regression). Neurons of the
-expert itself can be kept beside it: their activations are regressors without a rank limit or a ridge to
+minimises  sum_t w_t |T_t - y(h_t)|^2 + ridge * tau * |b^T a|^2,  tau the mean square of a centred input. Its
+solution is the full ridge solution W projected on the top r eigenvectors of the fitted outputs' second
+moment in the metric of the penalised problem (whitened reduced-rank regression; Izenman 1975). Neurons of
+the expert itself can be kept beside it: their activations are regressors without a rank limit or a ridge to
 speak of, and what is left is fitted by the low rank (partial reduced-rank regression).
 
 All of it is solved in the smaller of the two spaces: with fewer rows than width, in the space of rows (dual).
@@ -26,8 +26,8 @@ _KEPT_RIDGE = 1e-3  # of the kept neurons' mean square: they are the expert's ow
 @dataclass(frozen=True)
 class StandIn:
     """y = bias + sum_r z_r b_r with z = [p, h a^T] + offset, for h [rows, width] and the activations p [rows,
-    neurons] of the kept neurons. a: [rank, width]; b: [neurons + rank, width_out]; offset: [neurons + rank], so
-    that z is zero on average and bias: [width_out] the mean output."""
+    neurons] of the kept neurons. a: [rank, width]; b: [neurons + rank, width_out]; offset: [neurons + rank],
+    so that z is zero on average and bias: [width_out] the mean output."""
 
     a: Floats
     b: Floats
@@ -50,7 +50,9 @@ class Problem:
         self._tau = float(np.square(x, dtype=np.float64).sum()) / x.shape[1] + 1e-30
         if q.shape[1]:
             moments = q.T @ q
-            moments[np.diag_indices_from(moments)] += _KEPT_RIDGE * float(np.trace(moments)) / len(moments) + 1e-30
+            moments[np.diag_indices_from(moments)] += (
+                _KEPT_RIDGE * float(np.trace(moments)) / len(moments) + 1e-30
+            )
             on = np.linalg.solve(moments, q.T @ np.concatenate([x, t], axis=1)).astype(np.float32)
             self._on_x, self._on_t = on[:, : x.shape[1]], on[:, x.shape[1] :]
             x, t = x - q @ self._on_x, t - q @ self._on_t
@@ -84,7 +86,7 @@ class Problem:
 
 
 def _top(left: Floats, right: Floats, rank: int) -> Floats:
-    """The top eigenvectors [rank, m] of left^T right [m, m], symmetric and positive, by subspace iteration."""
+    """The top eigenvectors [rank, m] of left^T right [m, m], symmetric, by subspace iteration."""
     m = left.shape[1]
     if m <= 2 * rank + _OVERSAMPLE:
         return np.linalg.eigh(left.T @ right)[1][:, ::-1][:, :rank].T.astype(np.float32)

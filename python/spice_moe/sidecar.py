@@ -45,10 +45,10 @@ class Head:
 
 @dataclass(frozen=True)
 class Lore:
-    """Stand-ins for the experts of one layer: y = bias + sum_r z_r b_r, z = (a h) * [act(gate h) for the first
-    `gated` rows] + offset. a: [experts, rows, width]; b: [experts, rows, width_out]; gate: [experts, gated,
-    width], or None; offset: [experts, rows]; bias: [experts, width_out]; error, norm: [experts], see the format.
-    """
+    """Stand-ins for the experts of one layer: y = bias + sum_r z_r b_r, z = a h + offset, where the first
+    rows of a h are multiplied by act(gate h). a: [experts, rows, width]; b: [experts, rows, width_out]; gate:
+    [experts, gated, width], or None; offset: [experts, rows]; bias: [experts, width_out]; error, norm:
+    [experts]."""
 
     layer: int
     a: Halves
@@ -153,6 +153,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     elif isinstance(value, bool):
         writer.add_bool(key, value)
+    elif isinstance(value, np.uint32):
+        writer.add_uint32(key, int(value))
     elif isinstance(value, int):
         writer.add_uint64(key, value)
     elif isinstance(value, float):
