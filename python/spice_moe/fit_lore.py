@@ -3,8 +3,9 @@
 For each layer: the experts' inputs on the text, kept in a temporary file, go through each expert's own
 weights (`fit_lore_experts`), and a stand-in is solved in closed form (`fit_lore_solve`). What a substitution
 costs is the error times the gate, squared: rows count by their squared gate. A token's first expert is never
-substituted; that row, and rows that were routed elsewhere, count little. How many neurons of the expert itself are kept in place of rank, and the ridge, are chosen
-for each layer on rows that are not fitted; errors are reported on further rows.
+substituted; that row, and rows that were routed elsewhere, count little. How many neurons of the expert
+itself are kept in place of rank, and the ridge, are chosen for each layer on rows that are not fitted; errors
+are reported on further rows.
 """
 
 from __future__ import annotations
