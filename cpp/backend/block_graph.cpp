@@ -77,8 +77,8 @@ ggml_status BlockGraph::run(ggml_cgraph *graph, int n_threads) {
     const auto n_shared = static_cast<size_t>(std::ranges::count_if(nodes_, is_shared_expert_node));
     count_.delegated_nodes = nodes_.size() - count_.matmul_nodes;
 
-    // At most six nodes for each of ours (pack, multiply, merge, two of stand-ins, capture), eight tensors; and
-    // two for each of the shared expert's (the early twin, the copy of its result).
+    // At most six nodes for each of ours (pack, multiply, merge, two of stand-ins, capture), eight tensors;
+    // and two for each of the shared expert's (the early twin, the copy of its result).
     const size_t capacity = nodes_.size() + 5 * count_.matmul_nodes + 2 * n_shared;
     const size_t bytes = ggml_graph_overhead_custom(capacity, false) +
                          (count_.matmul_nodes * 8 + n_shared * 2) * ggml_tensor_overhead();

@@ -4,11 +4,13 @@
 #include "runtime/surrogate_use.h"
 
 #include <limits>
+#include <string>
 
 namespace py = pybind11;
 using namespace spice;
 
-void set_substitution(Engine &engine, const std::string &kind, double share, uint64_t seed) {
+void set_substitution(Engine &engine, const std::string &kind, double share, uint64_t seed, int32_t layer,
+                      double max_share) {
     if (kind == "off") {
         if (engine.surrogate_use() != nullptr) engine.surrogate_use()->turn_off();
         return;
@@ -22,7 +24,13 @@ void set_substitution(Engine &engine, const std::string &kind, double share, uin
     } else if (kind != "lore") {
         throw py::value_error("no kind of substitution is called " + kind);
     }
-    raise_if(engine.make_surrogate_use().force(what, static_cast<float>(share), seed));
+    const int32_t group = layer < 0 ? -1 : engine.group_of(layer);
+    if (layer >= 0 && group < 0) {
+        throw py::value_error("layer " + std::to_string(layer) + " has no routed experts");
+    }
+    const policy::ForcedSubstitution lot(static_cast<float>(share), seed, group,
+                                         static_cast<float>(max_share));
+    raise_if(engine.make_surrogate_use().force(what, lot));
 }
 
 void use_lore(Engine &engine, float max_share, float max_mass, float max_confidence, double budget,

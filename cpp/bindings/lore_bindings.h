@@ -8,7 +8,8 @@
 #include <string>
 
 /// `kind`: "drop", "base", "lore" or "off".
-void set_substitution(spice::Engine &engine, const std::string &kind, double share, uint64_t seed);
+void set_substitution(spice::Engine &engine, const std::string &kind, double share, uint64_t seed,
+                      int32_t layer, double max_share);
 /// Lets stand-ins replace missed experts by the rules (policy/substitution.h).
 void use_lore(spice::Engine &engine, float max_share, float max_mass, float max_confidence, double budget,
               bool prompts);

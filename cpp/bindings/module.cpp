@@ -178,8 +178,8 @@ py::dict stats(const Model &m) {
     return out;
 }
 
-/// [(layer, hidden [tokens, n_embd] or None, ids [tokens, top_k], gates [tokens, top_k] or None, down [tokens,
-/// top_k, n_out] or None)], in the order of the layer calls.
+/// [(layer, hidden [tokens, n_embd] or None, ids [tokens, top_k], gates [tokens, top_k] or None, down
+/// [tokens, top_k, n_out] or None)], in the order of the layer calls.
 py::list take_capture(const Model &m) {
     Result<std::vector<CapturedCall>> calls = m.engine().capture().take();
     raise_if(calls.status());
@@ -194,8 +194,8 @@ py::list take_capture(const Model &m) {
         if (!call.gates.empty()) gates = py::array_t<float>({call.n_tokens, top_k}, call.gates.data());
         py::object down = py::none();
         if (call.n_out > 0) down = py::array_t<float>({call.n_tokens, top_k, call.n_out}, call.down.data());
-        out.append(py::make_tuple(call.layer, hidden,
-                                  py::array_t<int32_t>({call.n_tokens, top_k}, call.ids.data()), gates, down));
+        out.append(py::make_tuple(
+            call.layer, hidden, py::array_t<int32_t>({call.n_tokens, top_k}, call.ids.data()), gates, down));
     }
     return out;
 }
@@ -285,10 +285,10 @@ PYBIND11_MODULE(_core, m) {
             py::arg("budget") = policy::SubstitutionRules::no_budget, py::arg("prompts") = false)
         .def(
             "set_substitution",
-            [](const Model &model, const std::string &kind, double share, uint64_t seed) {
-                set_substitution(model.engine(), kind, share, seed);
-            },
-            py::arg("kind"), py::arg("share") = 1.0, py::arg("seed") = 0)
+            [](const Model &model, const std::string &kind, double share, uint64_t seed, int32_t layer,
+               double max_share) { set_substitution(model.engine(), kind, share, seed, layer, max_share); },
+            py::arg("kind"), py::arg("share") = 1.0, py::arg("seed") = 0, py::arg("layer") = -1,
+            py::arg("max_share") = 1.0)
         .def("summary", &summary)
         .def("slab_bytes",
              [](const Model &model) { // of one routed expert, by MoE layer

@@ -1,6 +1,7 @@
 #include "compute/surrogate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 
@@ -10,6 +11,34 @@ namespace {
 
 constexpr int64_t k_down_rows = 8; // rows of A that a thread takes at a time: 32 KiB at a width of 2048
 constexpr int64_t k_least_columns = 256;
+
+float activate(SurrogateActivation activation, float x) {
+    switch (activation) {
+    case SurrogateActivation::silu:
+        return x / (1.0F + std::exp(-x));
+    case SurrogateActivation::gelu: {
+        constexpr float root = 0.797884560802865F; // of 2 / pi
+        return 0.5F * x * (1.0F + std::tanh(root * x * (1.0F + 0.044715F * x * x)));
+    }
+    case SurrogateActivation::relu:
+        return std::max(x, 0.0F);
+    }
+    return 0.0F;
+}
+
+/// z of one piece of a pair's rows, from the rows' products with h.
+void finish_down(const SurrogateJob &job, int64_t expert, int64_t first, int64_t n, const float *h,
+                 float *z) {
+    const SurrogateMatrices &m = job.matrices;
+    float gates[k_down_rows];
+    const int64_t gated = std::clamp<int64_t>(m.n_gated - first, 0, n);
+    if (gated > 0) {
+        job.kernels->dot(m.gate + (expert * m.n_gated + first) * m.n_in, gated, m.n_in, h, gates);
+    }
+    for (int64_t r = 0; r < gated; ++r) z[r] *= activate(m.activation, gates[r]);
+    if (m.offset == nullptr) return;
+    for (int64_t r = 0; r < n; ++r) z[r] += m.offset[expert * m.rank + first + r];
+}
 
 } // namespace
 
@@ -38,8 +67,11 @@ void run_down(SurrogateJob &job) {
         const auto p = static_cast<size_t>((turn - base_total) / per_pair);
         while (p >= job.rows[row].first + job.rows[row].count) ++row;
         const auto expert = static_cast<int64_t>(job.pairs[p].expert);
-        multiply(m.a + expert * m.rank * m.n_in, m.rank, (turn - base_total) % per_pair, job.rows[row].h,
-                 job.pair_z(p));
+        const int64_t piece = (turn - base_total) % per_pair;
+        const float *h = job.rows[row].h;
+        multiply(m.a + expert * m.rank * m.n_in, m.rank, piece, h, job.pair_z(p));
+        const int64_t first = piece * k_down_rows;
+        finish_down(job, expert, first, std::min(k_down_rows, m.rank - first), h, job.pair_z(p) + first);
     }
 }
 

@@ -1,10 +1,11 @@
 // Low-rank stand-ins for experts (LoRE, papers.md section 1): for a row h of a layer,
 //
-//     y = shared * s + base_b^T (base_a h) + bias + sum_r (A h)_r b_r
+//     y = shared * s + base_b^T (base_a h) + bias + sum_r z_r b_r,     z_r = act((G h)_r) (A h)_r + offset_r
 //
+// where only the first rows have an activation: neurons that are kept from the expert. It is computed
 // with F16 matrices and F32 rows; s is the output of the layer's shared expert for the row. All (row, expert)
 // pairs of a layer call take two steps that the threads of one ggml graph run together: run_down for the
-// inner products (z = A h, and base_a h once per row), and run_up for the sums (base_b and s once per row).
+// inner products (z, and base_a h once per row), and run_up for the sums (base_b and s once per row).
 // The steps are apart because a graph's memory is reused: h may be gone when y is to be written.
 //
 // The cost is reading the matrices once; the variant for AVX-512, AVX2 or any CPU is chosen at run time.
@@ -21,14 +22,20 @@
 
 namespace spice::compute {
 
+enum class SurrogateActivation : uint8_t { silu, gelu, relu };
+
 /// The stand-ins of one layer. A null pointer: the part is absent and counts as zero.
 struct SurrogateMatrices {
     int64_t n_in = 0;  ///< width of h
     int64_t n_out = 0; ///< width of y
     int64_t rank = 0;
     int64_t base_rank = 0;
+    int64_t n_gated = 0; ///< rows of A with an activation, the first
+    SurrogateActivation activation = SurrogateActivation::silu;
     const uint16_t *a = nullptr;      ///< [n_expert][rank][n_in]
     const uint16_t *b = nullptr;      ///< [n_expert][rank][n_out]
+    const uint16_t *gate = nullptr;   ///< [n_expert][n_gated][n_in]
+    const float *offset = nullptr;    ///< [n_expert][rank]
     const uint16_t *bias = nullptr;   ///< [n_expert][n_out]
     const float *shared = nullptr;    ///< [n_expert]
     const uint16_t *base_a = nullptr; ///< [base_rank][n_in]

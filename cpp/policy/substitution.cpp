@@ -31,13 +31,16 @@ size_t top_pair(std::span<const RoutedPair> row) {
 void ForcedSubstitution::choose(int32_t layer, uint64_t n, std::span<const RoutedPair> row,
                                 std::span<uint8_t> taken) const {
     const size_t top = top_pair(row);
+    const float heaviest = max_share_ * gate_sum(row);
     for (size_t i = 0; i < row.size(); ++i) {
         uint64_t lot = mix(seed_ + 0x9e3779b97f4a7c15U);
         for (const uint64_t part : {static_cast<uint64_t>(layer), n, static_cast<uint64_t>(row[i].expert)}) {
             lot = mix(lot ^ (part + 0x9e3779b97f4a7c15U));
         }
         const double drawn = static_cast<double>(lot >> 11) * 0x1p-53;
-        taken[i] = i != top && row[i].candidate && drawn < static_cast<double>(share_) ? 1 : 0;
+        const bool light = max_share_ >= 1.0F || std::fabs(row[i].gate) <= heaviest;
+        const bool drawn_here = drawn < static_cast<double>(share_) && (layer_ < 0 || layer_ == layer);
+        taken[i] = i != top && row[i].candidate && light && drawn_here ? 1 : 0;
     }
 }
 

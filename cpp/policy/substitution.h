@@ -31,14 +31,18 @@ struct RoutedPair {
 class ForcedSubstitution {
   public:
     /// `share` of the pairs that are candidates and not their row's top, 0 .. 1. With the same seed and the
-    /// same routing a larger share takes a superset.
-    ForcedSubstitution(float share, uint64_t seed) : share_(share), seed_(seed) {}
+    /// same routing a larger share takes a superset. Of these, only those with at most `max_share` of the
+    /// row's gate sum, and only in the layer `layer` (a group of the Engine; -1: all).
+    ForcedSubstitution(float share, uint64_t seed, int32_t layer = -1, float max_share = 1.0F)
+        : share_(share), max_share_(max_share), layer_(layer), seed_(seed) {}
 
     /// The n-th row of that layer; taken[i] says whether pair i is substituted.
     void choose(int32_t layer, uint64_t n, std::span<const RoutedPair> row, std::span<uint8_t> taken) const;
 
   private:
     float share_;
+    float max_share_;
+    int32_t layer_;
     uint64_t seed_;
 };
 

@@ -29,13 +29,13 @@ Status SurrogateUse::follow(const policy::SubstitutionRules &rules, int32_t top_
     return {};
 }
 
-Status SurrogateUse::force(compute::SurrogateKind kind, float share, uint64_t seed) {
+Status SurrogateUse::force(compute::SurrogateKind kind, const policy::ForcedSubstitution &lot) {
     if (kind != compute::SurrogateKind::drop && set_ == nullptr) {
         return {Code::unsupported, "there are no stand-ins for experts; load them with lore"};
     }
     const std::lock_guard lock(mutex_);
     rules_.reset();
-    forced_.emplace(share, seed);
+    forced_ = lot;
     only_missed_ = false;
     max_rows_ = std::numeric_limits<int32_t>::max();
     std::ranges::fill(n_rows_, 0);

@@ -54,7 +54,7 @@ class SurrogateUse {
     [[nodiscard]] Status follow(const policy::SubstitutionRules &rules, int32_t top_k);
     /// Replaces a share (0 .. 1) of the pairs by lot, wherever the experts are. Errors: unsupported, for a
     /// kind other than drop without stand-ins.
-    [[nodiscard]] Status force(compute::SurrogateKind kind, float share, uint64_t seed);
+    [[nodiscard]] Status force(compute::SurrogateKind kind, const policy::ForcedSubstitution &lot);
     void turn_off();
 
     [[nodiscard]] bool on() const { return on_.load(std::memory_order_relaxed); }

@@ -24,6 +24,7 @@ struct SurrogateLayer {
     LoreShape shape;                     ///< n_expert 0: the group has none
     compute::SurrogateMatrices matrices; ///< into the set's memory
     std::vector<float> shared;
+    std::vector<float> offset;
     std::vector<float> error; ///< relative squared error of each expert's stand-in; 1 where not measured
     std::vector<float> norm;  ///< mean square norm of each expert's output; empty: not measured
     float output = 0.0F;      ///< mean square norm of the layer's routed output; 0: not measured

@@ -26,6 +26,8 @@ struct PartRule {
 constexpr PartRule k_parts[] = {
     {"a", &LoreTensors::a, GGML_TYPE_F16},
     {"b", &LoreTensors::b, GGML_TYPE_F16},
+    {"gate", &LoreTensors::gate, GGML_TYPE_F16},
+    {"offset", &LoreTensors::offset, GGML_TYPE_F32},
     {"bias", &LoreTensors::bias, GGML_TYPE_F16},
     {"shared", &LoreTensors::shared, GGML_TYPE_F32},
     {"base_a", &LoreTensors::base_a, GGML_TYPE_F16},
@@ -66,6 +68,8 @@ std::string misfit(const LoreTensors &lore) {
     const int64_t base = lore.base_rank();
     check(lore.a, {m.n_in, rank, m.n_expert});
     check(lore.b, {m.n_out, rank, m.n_expert});
+    check(lore.gate, {m.n_in, lore.gated(), m.n_expert});
+    check(lore.offset, {rank, m.n_expert, 1});
     check(lore.bias, {m.n_out, m.n_expert, 1});
     check(lore.shared, {m.n_expert, 1, 1});
     check(lore.base_a, {m.n_in, base, 1});
@@ -75,6 +79,7 @@ std::string misfit(const LoreTensors &lore) {
     check(lore.output, {1, 1, 1});
     check(lore.sensitivity, {1, 1, 1});
     if (!found.empty()) return found;
+    if (lore.gated() > rank) return layer + " has more rows in gate than in a";
     if (std::max(rank, base) > k_max_rank) {
         return layer + " has a rank of " + std::to_string(std::max(rank, base)) + ", above " +
                std::to_string(k_max_rank);

@@ -182,8 +182,8 @@ TEST(rules_need_stand_ins_and_a_budget_needs_their_cost) {
     const Fixture f;
     SurrogateUse &use = f.engine->make_surrogate_use();
     CHECK(use.follow({}, 2).code() == Code::unsupported);
-    CHECK(use.force(compute::SurrogateKind::full, 1.0F, 0).code() == Code::unsupported);
-    CHECK(use.force(compute::SurrogateKind::drop, 1.0F, 0).ok());
+    CHECK(use.force(compute::SurrogateKind::full, {1.0F, 0}).code() == Code::unsupported);
+    CHECK(use.force(compute::SurrogateKind::drop, {1.0F, 0}).ok());
     CHECK(use.on() && use.serves(0));
     CHECK(f.engine->load_surrogates(f.write(good_sidecar(f.print))).code() == Code::internal); // in use
     use.turn_off();
