@@ -15,17 +15,21 @@ namespace {
 
 constexpr int64_t k_rank = 3;
 constexpr int64_t k_base = 2;
+constexpr int64_t k_gated = 2;
 constexpr int64_t k_n = test::k_experts;
 constexpr int64_t k_w = test::k_width;
 
-test::GgufBuilder good_sidecar(const std::string &print) {
+test::GgufBuilder good_sidecar(const std::string &print, const std::string &activation = "gelu") {
     test::GgufBuilder b;
     b.text("general.architecture", "spice-sidecar");
     b.u32("spice.version", 1);
     b.text("spice.fingerprint", print);
     b.text("spice.model", "test");
+    b.text("spice.lore.activation", activation);
     b.tensor("lore.0.a", {k_w, k_rank, k_n}, GGML_TYPE_F16);
     b.tensor("lore.0.b", {k_w, k_rank, k_n}, GGML_TYPE_F16);
+    b.tensor("lore.0.gate", {k_w, k_gated, k_n}, GGML_TYPE_F16);
+    b.tensor("lore.0.offset", {k_rank, k_n});
     b.tensor("lore.0.bias", {k_w, k_n}, GGML_TYPE_F16);
     b.tensor("lore.0.shared", {k_n});
     b.tensor("lore.0.base_a", {k_w, k_base}, GGML_TYPE_F16);
@@ -101,6 +105,10 @@ TEST(a_good_file_is_read_into_memory) {
     CHECK_EQ(layer.matrices.base_rank, k_base);
     CHECK_EQ(ggml_fp16_to_fp32(layer.matrices.b[9]), 1.5F);
     CHECK_EQ(layer.matrices.shared[3], 3.5F);
+    CHECK_EQ(layer.matrices.n_gated, k_gated);
+    CHECK(layer.matrices.activation == compute::SurrogateActivation::gelu);
+    CHECK_EQ(ggml_fp16_to_fp32(layer.matrices.gate[10]), 2.5F);
+    CHECK_EQ(layer.matrices.offset[5], 5.5F);
     CHECK_EQ(layer.error[2], 2.5F);
     CHECK_EQ(layer.error_power(2, 0.5F, compute::SurrogateKind::full), 0.25 * 2.5 * 2.5 / 0.5);
     CHECK_EQ(layer.error_power(2, 0.5F, compute::SurrogateKind::drop), 0.25 * 2.5 / 0.5);
@@ -133,8 +141,13 @@ TEST(what_does_not_fit_is_refused) {
     refused("'lore.0.base_b' has the shape", shape("lore.0.base_b", {k_w, k_base + 1}));
     refused("'lore.0.norm' has the shape", shape("lore.0.norm", {1}));
     refused("'lore.0.output' has the shape", shape("lore.0.output", {2}));
-    refused("rank of 1025",
-            [](test::GgufBuilder &b) { b.at("lore.0.a").shape = b.at("lore.0.b").shape = {k_w, 1025, k_n}; });
+    refused("'lore.0.offset' has the shape", shape("lore.0.offset", {k_rank - 1, k_n}));
+    refused("more rows in gate than in a", shape("lore.0.gate", {k_w, k_rank + 1, k_n}));
+    refused("rank of 1025", [](test::GgufBuilder &b) {
+        b.at("lore.0.a").shape = b.at("lore.0.b").shape = {k_w, 1025, k_n};
+        b.at("lore.0.offset").shape = {1025, k_n};
+    });
+    CHECK(contains(f.load(good_sidecar(f.print, "tanh")), "spice.lore.activation is"));
     const auto rename = [](const char *name, const char *to) {
         return [=](test::GgufBuilder &b) { b.at(name).name = to; };
     };

@@ -56,6 +56,7 @@ def random_lore(
     weights: Weights,
     *,
     rank: int = 4,
+    gated: int = 0,
     base_rank: int = 0,
     shared: bool = False,
     layers: Iterable[int] | None = None,
@@ -75,6 +76,9 @@ def random_lore(
         p = f"lore.{layer}."
         if rank:
             out[p + "a"], out[p + "b"] = halves(n, rank, width_in), halves(n, rank, width)
+            out[p + "offset"] = rng.standard_normal((n, rank)).astype(np.float32)
+        if gated:
+            out[p + "gate"] = halves(n, gated, width_in)
         if base_rank:
             out[p + "base_a"], out[p + "base_b"] = halves(base_rank, width_in), halves(base_rank, width)
         if shared:
@@ -102,9 +106,14 @@ def stand_in(
         return None if found is None else found.astype(np.float32)
 
     y = np.zeros(weights[f"blk.{layer}.ffn_down_exps.weight"].shape[1], np.float32)
-    a, b, base_a, base_b, bias, shared = map(part, ("a", "b", "base_a", "base_b", "bias", "shared"))
+    a, b, gate, offset, bias = map(part, ("a", "b", "gate", "offset", "bias"))
+    base_a, base_b, shared = map(part, ("base_a", "base_b", "shared"))
     if a is not None and b is not None:
-        y += (a[expert] @ h) @ b[expert]
+        z = a[expert] @ h
+        if gate is not None:
+            g = gate[expert] @ h
+            z[: len(g)] *= g / (1 + np.exp(-g))
+        y += (z if offset is None else z + offset[expert]) @ b[expert]
     if base_a is not None and base_b is not None:
         y += (base_a @ h) @ base_b
     if bias is not None:
@@ -120,6 +129,7 @@ def write_lore(model: Path, path: Path, tensors: Mapping[str, NDArray[Any]]) -> 
     writer.add_uint32("spice.version", 1)
     writer.add_string("spice.fingerprint", _core.heads.fingerprint(model))
     writer.add_string("spice.model", model.name)
+    writer.add_string("spice.lore.activation", "silu")
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -36,7 +36,7 @@ def test_a_stand_in_that_equals_its_experts_changes_nothing(tiny_model, tmp_path
     arch, options, shared = MODELS[name]
     path = tiny_model(arch, layers=3, expert_type="F32", used=4, seed=1, **options)
     weights = Weights(path)
-    lore = random_lore(weights, rank=5, base_rank=3, shared=shared)
+    lore = random_lore(weights, rank=5, gated=2, base_rank=3, shared=shared)
     with opened(path) as (llm, core):
         core.start_capture()
         exact = prefill(llm, [7])
