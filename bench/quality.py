@@ -216,7 +216,7 @@ def run(options: argparse.Namespace, progress: Callable[[float], object]) -> dic
         for number, path in enumerate(options.lore):
             llm.spice._core.load_lore(str(path))
             label = f"lore {path.name}" if len(options.lore) > 1 else "lore"
-            plans.append(llm.spice._core.lore_plan())
+            plans.append(llm.spice._core.lore())
             part = (number / len(options.lore), 1 / len(options.lore))
             bench.run(settings_of(label, number == 0, options), lambda f, p=part: progress(p[0] + f * p[1]))
         return {

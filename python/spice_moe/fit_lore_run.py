@@ -17,7 +17,8 @@ from .llama import Llama
 
 Pieces = Sequence[Sequence[int]]
 
-_CALIBRATED = 256  # tokens that sensitivities are measured on
+_LEAST, _MOST = 128, 1024  # tokens that each layer's sensitivity is measured on
+_TOGETHER = 2048  # tokens that all layers together are measured on
 
 
 class LoreRun:
@@ -73,11 +74,18 @@ class LoreRun:
         self, layers: Sequence[sidecar.Lore], draft: Path, pieces: Pieces, step: Callable[[], None]
     ) -> list[sidecar.Lore]:
         """The layers with their sensitivities; `draft`: a sidecar that holds them."""
-        some: list[Sequence[int]] = []
-        for piece in pieces:
-            some.append(piece[: _CALIBRATED - sum(map(len, some))])
-            if sum(map(len, some)) >= _CALIBRATED:
-                break
         numbers = [layer.layer for layer in layers]
-        found = fit_lore_sensitivity.measure(self._llm, draft, some, numbers, step)
+        each = min(_MOST, max(_LEAST, 2 * sum(map(len, pieces)) // len(numbers)))
+        some, more = _first(pieces, each), _first(pieces, _TOGETHER)
+        found = fit_lore_sensitivity.measure(self._llm, draft, some, more, numbers, step)
         return [dataclasses.replace(layer, sensitivity=found[layer.layer]) for layer in layers]
+
+
+def _first(pieces: Pieces, tokens: int) -> list[Sequence[int]]:
+    """The first `tokens` tokens of the pieces."""
+    out: list[Sequence[int]] = []
+    for piece in pieces:
+        left = tokens - sum(map(len, out))
+        if left > 1:
+            out.append(piece[:left])
+    return out

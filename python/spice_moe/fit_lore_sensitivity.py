@@ -22,42 +22,47 @@ _LEAST, _MOST = 0.25, 4.0  # bounds of the factor from that run
 
 
 def measure(
-    llm: Llama, lore: str | os.PathLike[str], pieces: Sequence[Sequence[int]], layers: Sequence[int],
+    llm: Llama,
+    lore: str | os.PathLike[str],
+    pieces: Sequence[Sequence[int]],
+    more: Sequence[Sequence[int]],
+    layers: Sequence[int],
     step: Callable[[], None],
-) -> dict[int, float]:  # fmt: skip
+) -> dict[int, float]:
     """Sensitivity by layer; the stand-ins in the file `lore` need no sensitivities yet.
 
-    Evaluates the pieces len(layers) + 2 times. Raises what `Llama.eval` raises.
+    pieces: token ids for each layer; more: for all together. Raises what `Llama.eval` raises.
     """
     core = llm.spice._core
     core.load_lore(os.fspath(lore))
+    exact: list[NDArray[np.float32]] = []
+
+    def cost(texts: Sequence[Sequence[int]], share: float, layer: int) -> tuple[float, float]:
+        """Nats per token, and relative error power per row that the calibration expects."""
+        core.set_substitution("lore", share, 0, layer)
+        before = core.stats()["lore_error"]
+        kl = [divergence(p, log_probabilities(llm, text)) for p, text in zip(exact, texts, strict=True)]
+        rows = sum(map(len, texts))
+        return float(np.concatenate(kl).mean()), (core.stats()["lore_error"] - before) / rows
+
     try:
-        core.set_substitution("off")
-        exact = [log_probabilities(llm, piece) for piece in pieces]
-
-        def cost(share: float, layer: int) -> tuple[float, dict[str, float]]:
-            core.set_substitution("lore", share, 0, layer)
-            before = core.stats()
-            kl = [
-                divergence(p, log_probabilities(llm, piece)) for p, piece in zip(exact, pieces, strict=True)
-            ]
-            after = core.stats()
-            return float(np.concatenate(kl).mean()), {
-                k: after[k] - before[k] for k in ("lore_error", "lore_kl")
-            }
-
-        rows = sum(map(len, pieces))
+        exact[:] = (log_probabilities(llm, text) for text in pieces)
         out: dict[int, float] = {}
         expected = 0.0
         for layer in layers:
-            kl, counted = cost(1.0, layer)
-            out[layer] = rows * kl / max(counted["lore_error"], 1e-30)
+            kl, error = cost(pieces, 1.0, layer)
+            out[layer] = kl / max(error, 1e-30)
             expected += _TOGETHER * kl
             step()
-        together, _ = cost(_TOGETHER, -1)
-        factor = float(np.clip(together / max(expected, 1e-30), _LEAST, _MOST))
+        # One text at a time: their distributions take much memory.
+        together = []
+        for text in more:
+            core.set_substitution("off")
+            exact[:] = [log_probabilities(llm, text)]
+            together.append(cost([text], _TOGETHER, -1)[0] * len(text))
+        factor = sum(together) / sum(map(len, more)) / max(expected, 1e-30)
         step()
-        return {layer: factor * value for layer, value in out.items()}
+        return {layer: float(np.clip(factor, _LEAST, _MOST)) * value for layer, value in out.items()}
     finally:
         core.set_substitution("off")
 
