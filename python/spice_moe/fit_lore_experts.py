@@ -205,7 +205,9 @@ class ExpertFile:
             values = self._gguf.dequantize(tensor.data[number], tensor.tensor_type)
         except NotImplementedError as error:
             raise SpiceUnsupportedError(f"{self._path}: {tensor.name}: {error}") from error
-        scale = self._parts[layer].get(name.replace(".weight", ".scale")) if "down" not in name else None
+        # The down projection's scale comes after what is replaced.
+        wanted = name.replace(".weight", ".scale") if name.endswith(".weight") and "down" not in name else ""
+        scale = self._parts[layer].get(wanted)
         values = values.astype(np.float32)
         return values if scale is None else values * np.float32(scale.data[number])
 
