@@ -143,7 +143,7 @@ def fit(
             # Twice: what is reported is measured through the file itself, and then noted in it.
             sidecar.write(draft, **named, facts=facts, lore=stand_ins)
             if lore:
-                stand_ins = lore.calibrate(stand_ins, draft, split.choose, step)
+                stand_ins = lore.calibrate(stand_ins, draft, [*split.choose, *split.report], step)
             recall = _measure(
                 model, draft, llm, split.report if groups else [], routers, pairs, chooser, options, step
             )

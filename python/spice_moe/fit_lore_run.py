@@ -75,7 +75,7 @@ class LoreRun:
     ) -> list[sidecar.Lore]:
         """The layers with their sensitivities; `draft`: a sidecar that holds them."""
         numbers = [layer.layer for layer in layers]
-        each = min(_MOST, max(_LEAST, 2 * sum(map(len, pieces)) // len(numbers)))
+        each = min(_MOST, max(_LEAST, sum(map(len, pieces)) // len(numbers)))
         some, more = _first(pieces, each), _first(pieces, _TOGETHER)
         found = fit_lore_sensitivity.measure(self._llm, draft, some, more, numbers, step)
         return [dataclasses.replace(layer, sensitivity=found[layer.layer]) for layer in layers]
