@@ -55,7 +55,7 @@ def main() -> int:
     counters = llm.spice.stats()
     plan = counters.pop("plan")
     if mode == "record":
-        calls = [(layer, ids) for layer, _, ids in core.take_capture()]
+        calls = [(layer, ids) for layer, _, ids, *_ in core.take_capture()]
         np.savez(
             job["routing"],
             layers=np.array([layer for layer, _ in calls]),

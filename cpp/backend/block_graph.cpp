@@ -1,7 +1,9 @@
 #include "backend/block_graph.h"
 
+#include "backend/custom_node.h"
 #include "backend/expert_buffer.h"
 #include "backend/shared_expert.h"
+#include "runtime/surrogate_use.h"
 
 #include <algorithm>
 #include <cstring>
@@ -29,14 +31,6 @@ T *at(const ggml_tensor *tensor, int64_t i1, int64_t i2) {
 const float *activation(const ggml_tensor *node, int64_t i, int64_t t) {
     const ggml_tensor *x = node->src[1];
     return at<const float>(x, i % x->ne[1], t);
-}
-
-/// A node that runs `fun` on every thread of the graph.
-ggml_tensor *custom_node(ggml_context *context, ggml_custom_op_t fun, void *job) {
-    ggml_tensor *node =
-        ggml_custom_4d(context, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, fun, GGML_N_TASKS_MAX, job);
-    node->flags |= GGML_TENSOR_FLAG_COMPUTE;
-    return node;
 }
 
 /// MatmulJob::arrived for a part; the context is the LayerCall.
@@ -91,11 +85,11 @@ ggml_status BlockGraph::run_nodes(ggml_cgraph *graph, int n_threads) {
     const auto n_shared = static_cast<size_t>(std::ranges::count_if(nodes_, is_shared_expert_node));
     count_.delegated_nodes = nodes_.size() - count_.matmul_nodes;
 
-    // At most four nodes for each of ours (pack, multiply, join, copy), and five tensors; and for each of the
-    // shared expert's (the early twin, the copy of its result).
-    const size_t capacity = nodes_.size() + 3 * count_.matmul_nodes + 2 * n_shared;
+    // At most seven nodes for each of ours (pack, multiply, join, copy, two of stand-ins, capture), nine
+    // tensors; and two for each of the shared expert's (the early twin, the copy of its result).
+    const size_t capacity = nodes_.size() + 6 * count_.matmul_nodes + 2 * n_shared;
     const size_t bytes = ggml_graph_overhead_custom(capacity, false) +
-                         (count_.matmul_nodes * 6 + n_shared * 2) * ggml_tensor_overhead();
+                         (count_.matmul_nodes * 9 + n_shared * 2) * ggml_tensor_overhead();
     if (arena_.size() < bytes) arena_.resize(bytes);
     context_.reset(ggml_init({.mem_size = arena_.size(), .mem_buffer = arena_.data(), .no_alloc = true}));
     if (context_ == nullptr) throw std::bad_alloc();
@@ -241,9 +235,12 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     }
     std::span<const int32_t> left = routed;
     std::vector<int32_t> rest;
-    if (!call.device.empty()) {
+    const SurrogateUse *stand_ins = weights.engine->surrogate_use();
+    const bool substitutes = stand_ins != nullptr && stand_ins->on();
+    if (substitutes || !call.device.empty()) {
         std::ranges::copy_if(routed, std::back_inserter(rest),
                              [&](int32_t id) { return !call.device.takes(id); });
+        if (substitutes) substitute(weights, call, routed, rest);
         left = rest;
     }
     if (Status status = call.layer.begin(*weights.engine, weights.group, left); !status.ok()) {
@@ -251,7 +248,9 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     }
     const RouterInput input = router_input(node);
     weights.engine->routed(weights.group, input, routed);
-    if (!call.layer.streaming() && !call.layer.all_ready(weights.part)) add_early();
+    if (weights.engine->capture().on()) capture(weights, call);
+    const bool waits = !call.layer.streaming() && !call.layer.all_ready(weights.part);
+    if (waits && early_.empty()) add_early();
     call.sort_rows(routed, ids->ne[0], weights.info->n_expert);
     if (is_direct(call) && !call.rows.empty()) {
         call.forecast = {.engine = weights.engine, .input = input, .ids = std::move(routed)};
@@ -300,20 +299,23 @@ ggml_status BlockGraph::add_matmul(ggml_tensor *node, const ExpertTensor &weight
         return status;
     }
     const ggml_status status = multiply_on_host(node, weights, *call);
+    if (status == GGML_STATUS_SUCCESS && call->stand_ins != nullptr) add_stand_ins(node, *call);
     if (status == GGML_STATUS_SUCCESS && node == call->merge_at) add_merge(*call);
+    if (status == GGML_STATUS_SUCCESS && node == call->captured.down) add_captured_outputs(*call);
     return status;
 }
 
 ggml_status BlockGraph::multiply_on_host(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call) {
-    if (call.rows.empty()) return GGML_STATUS_SUCCESS; // all of them on the device, or no rows at all
+    if (call.rows.empty()) return GGML_STATUS_SUCCESS; // device and stand-ins have all, or there are none
     if (is_direct(call)) {
         count_.rows_direct += call.rows.size();
         add_direct(node, weights, call);
         return GGML_STATUS_SUCCESS;
     }
     count_.rows_batched += call.rows.size();
-    // ggml's product has all rows or none: with some on the device, the others go in waves.
-    if (!call.layer.streaming() && call.device.empty() && call.layer.all_ready(weights.part)) {
+    // ggml's product has all rows or none: with some computed elsewhere, the others go in waves.
+    const bool all_here = call.device.empty() && call.stand_ins == nullptr;
+    if (!call.layer.streaming() && all_here && call.layer.all_ready(weights.part)) {
         add_batched(node, weights, call);
         return GGML_STATUS_SUCCESS;
     }

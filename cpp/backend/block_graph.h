@@ -7,6 +7,8 @@
 //   waves     some are not: gather the rows of those that have arrived, ggml's MUL_MAT_ID on them, scatter
 //             the results, and again; each expert's rows stay together, so the arithmetic is that of one call
 //
+// Pairs of a row and an expert that stand-ins compute (substitution.h) are left out of all three.
+//
 // While experts are on their way, the shared expert's nodes run before their turn.
 //
 // Thread: the context's compute thread. Blocks while bytes are read. Errors: ggml_status, the reason through
@@ -49,6 +51,11 @@ class BlockGraph {
     [[nodiscard]] ggml_status run_waves(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     [[nodiscard]] ggml_status run_wave(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call,
                                        std::span<const size_t> wave);
+    void substitute(const ExpertTensor &weights, RoutedCall &call, std::span<const int32_t> routed,
+                    std::vector<int32_t> &left); // these two: substitution_graph.cpp
+    void add_stand_ins(ggml_tensor *node, RoutedCall &call);
+    void capture(const ExpertTensor &weights, RoutedCall &call);
+    void add_captured_outputs(RoutedCall &call);
     void add_early();
     void add_early_results();
     [[nodiscard]] ggml_status run_nodes(ggml_cgraph *graph, int n_threads);

@@ -29,11 +29,14 @@ void RoutedCall::sort_rows(std::span<const int32_t> routed, int64_t n_routed, in
     for (size_t e = 0; e < experts.size(); ++e)
         place[static_cast<size_t>(experts[e])] = static_cast<int32_t>(e);
     first.assign(experts.size() + 1, 0);
-    const auto place_of = [&](int32_t id) { return place[static_cast<size_t>(id)]; };
+    const auto place_of = [&](size_t r) {
+        const bool taken = stand_ins != nullptr && stand_ins->taken[r] != 0;
+        return taken ? -1 : place[static_cast<size_t>(routed[r])]; // -1 for the device's, too
+    };
     size_t n_rows = 0;
-    for (const int32_t id : routed) {
-        if (place_of(id) < 0) continue; // the device's
-        ++first[static_cast<size_t>(place_of(id)) + 1];
+    for (size_t r = 0; r < routed.size(); ++r) {
+        if (place_of(r) < 0) continue;
+        ++first[static_cast<size_t>(place_of(r)) + 1];
         ++n_rows;
     }
     for (size_t e = 0; e < experts.size(); ++e) {
@@ -43,8 +46,8 @@ void RoutedCall::sort_rows(std::span<const int32_t> routed, int64_t n_routed, in
     rows.resize(n_rows);
     std::vector<uint32_t> next(first.begin(), first.end() - 1);
     for (size_t r = 0; r < routed.size(); ++r) {
-        if (place_of(routed[r]) < 0) continue;
-        const auto e = static_cast<size_t>(place_of(routed[r]));
+        if (place_of(r) < 0) continue;
+        const auto e = static_cast<size_t>(place_of(r));
         rows[next[e]++] = {static_cast<int32_t>(static_cast<int64_t>(r) % n_routed),
                            static_cast<int32_t>(static_cast<int64_t>(r) / n_routed)};
     }

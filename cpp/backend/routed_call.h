@@ -3,13 +3,16 @@
 // Thread: the context's compute thread. Nothing blocks but the LayerCall's destructor (see there).
 #pragma once
 
+#include "backend/substitution.h"
 #include "compute/expert_matmul.h"
+#include "runtime/capture.h"
 #include "runtime/device_call.h"
 #include "runtime/layer_call.h"
 
 #include "ggml.h"
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -27,7 +30,7 @@ struct RoutedCall {
     LayerCall layer;
     const ggml_tensor *ids = nullptr; ///< as in llama.cpp's graph, [routed, tokens]
     int32_t group = 0;
-    std::vector<Row> rows;       ///< of the host's experts, by expert, in the order of layer.experts()
+    std::vector<Row> rows;       ///< that the host multiplies, by expert, in the order of layer.experts()
     std::vector<uint32_t> first; ///< the rows of experts()[e] are first[e] up to first[e + 1]
     int64_t most_rows = 0;       ///< of one expert
 
@@ -52,8 +55,18 @@ struct RoutedCall {
     DeviceLane *lane = nullptr;            ///< that computes them
     double launched = 0.0;                 ///< when
 
+    std::unique_ptr<Substituted> stand_ins; ///< null: no pair is computed by stand-ins
+
     /// Makes the predictions. On one thread, any of the graph's; without memory there are none.
     void predict() noexcept;
+
+    struct Captured { ///< where what the experts give is kept
+        Capture *capture = nullptr;
+        int32_t layer = 0;
+        const ggml_tensor *down = nullptr;
+        void keep() const; ///< on one thread
+    };
+    Captured captured; ///< with a capture that wants outputs
 
     /// Waits for the device, whose rows can be copied then. On one thread.
     void join();

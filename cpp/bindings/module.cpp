@@ -6,6 +6,8 @@
 #include "bindings/arrays.h"
 #include "bindings/device_bindings.h"
 #include "bindings/errors.h"
+#include "bindings/lore_bindings.h"
+#include "policy/substitution.h"
 #include "runtime/engine.h"
 
 #include <pybind11/numpy.h>
@@ -184,6 +186,7 @@ py::dict stats(const Model &m) {
     out["resident_bytes"] = c.resident_bytes;
     out["failures"] = c.failures;
     add_device_stats(m.engine(), out);
+    add_lore_stats(m.engine(), out);
     out["prefetched"] = c.prefetched;
     out["prefetch_ready"] = c.prefetch_ready;
     out["prefetch_late"] = c.prefetch_late;
@@ -202,7 +205,8 @@ py::dict stats(const Model &m) {
     return out;
 }
 
-/// [(layer, hidden [tokens, n_embd] or None, ids [tokens, top_k])], in the order of the layer calls.
+/// [(layer, hidden [tokens, n_embd] or None, ids [tokens, top_k], gates [tokens, top_k] or None, down
+/// [tokens, top_k, n_out] or None)], in the order of the layer calls.
 py::list take_capture(const Model &m) {
     Result<std::vector<CapturedCall>> calls = m.engine().capture().take();
     raise_if(calls.status());
@@ -213,8 +217,12 @@ py::list take_capture(const Model &m) {
             hidden = py::array_t<float>({call.n_tokens, call.n_embd}, call.hidden.data());
         }
         const auto top_k = static_cast<int64_t>(call.ids.size()) / std::max<int64_t>(call.n_tokens, 1);
-        out.append(py::make_tuple(call.layer, hidden,
-                                  py::array_t<int32_t>({call.n_tokens, top_k}, call.ids.data())));
+        py::object gates = py::none();
+        if (!call.gates.empty()) gates = py::array_t<float>({call.n_tokens, top_k}, call.gates.data());
+        py::object down = py::none();
+        if (call.n_out > 0) down = py::array_t<float>({call.n_tokens, top_k, call.n_out}, call.down.data());
+        out.append(py::make_tuple(
+            call.layer, hidden, py::array_t<int32_t>({call.n_tokens, top_k}, call.ids.data()), gates, down));
     }
     return out;
 }
@@ -289,6 +297,32 @@ PYBIND11_MODULE(_core, m) {
                  raise_if(model.engine().timeline().write(path));
              })
         .def("forget_devices", [](const Model &model) { forget_devices(model.engine()); })
+        .def(
+            "load_lore",
+            [](const Model &model, const std::string &sidecar) {
+                const py::gil_scoped_release unlocked; // hundreds of megabytes
+                Status status = model.engine().load_surrogates(sidecar);
+                const py::gil_scoped_acquire locked;
+                raise_if(status);
+            },
+            py::arg("sidecar"))
+        .def("lore", [](const Model &model) { return lore_plan(model.engine()); })
+        .def(
+            "use_lore",
+            [](const Model &model, float max_share, float max_mass, float max_confidence, double budget,
+               bool prompts) {
+                use_lore(model.engine(), max_share, max_mass, max_confidence, budget, prompts);
+            },
+            py::arg("max_share") = policy::SubstitutionRules().max_share,
+            py::arg("max_mass") = policy::SubstitutionRules().max_mass,
+            py::arg("max_confidence") = policy::SubstitutionRules().max_confidence,
+            py::arg("budget") = policy::SubstitutionRules::no_budget, py::arg("prompts") = false)
+        .def(
+            "set_substitution",
+            [](const Model &model, const std::string &kind, double share, uint64_t seed, int32_t layer,
+               double max_share) { set_substitution(model.engine(), kind, share, seed, layer, max_share); },
+            py::arg("kind"), py::arg("share") = 1.0, py::arg("seed") = 0, py::arg("layer") = -1,
+            py::arg("max_share") = 1.0)
         .def("summary", &summary)
         .def("moe_layers",
              [](const Model &model) {
@@ -311,11 +345,14 @@ PYBIND11_MODULE(_core, m) {
              [](const Model &model) {
                  model.engine().reset_counters();
                  reset_device_stats(model.engine());
+                 reset_lore_stats(model.engine());
              })
         .def(
             "start_capture",
-            [](const Model &model, uint64_t limit) { model.engine().capture().start(limit); },
-            py::arg("limit") = uint64_t{2} << 30)
+            [](const Model &model, uint64_t limit, bool outputs) {
+                model.engine().capture().start(limit, outputs);
+            },
+            py::arg("limit") = uint64_t{2} << 30, py::arg("outputs") = false)
         .def("stop_capture", [](const Model &model) { model.engine().capture().stop(); })
         .def("take_capture", &take_capture)
         .def(

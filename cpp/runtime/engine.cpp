@@ -1,6 +1,7 @@
 #include "runtime/engine.h"
 
 #include "runtime/device_tier.h"
+#include "runtime/surrogate_use.h"
 
 #include <algorithm>
 #include <system_error>

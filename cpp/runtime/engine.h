@@ -41,6 +41,7 @@ namespace spice {
 
 class DeviceTier;
 class Engine;
+class SurrogateUse;
 
 /// One stacked expert weight tensor as the backend sees it.
 struct ExpertTensor {
@@ -178,6 +179,17 @@ class Engine {
     }
     [[nodiscard]] std::span<const std::unique_ptr<DeviceTier>> devices() const { return devices_; }
 
+    /// Reads stand-ins for experts from a sidecar. While no layer call runs. Errors: SurrogateSet::load's.
+    [[nodiscard]] Status load_surrogates(const std::filesystem::path &sidecar);
+    /// What stand-ins do; nullptr: this Engine has never been asked for any. make_surrogate_use(): from then
+    /// on it is there; while no layer call runs.
+    [[nodiscard]] SurrogateUse *surrogate_use() const { return surrogate_use_.get(); }
+    SurrogateUse &make_surrogate_use();
+    [[nodiscard]] int32_t top_k() const; ///< experts per token and layer, the most of any layer
+    /// For each of the ids, 1 if the expert has no slot in memory and none is being read; ids that do not
+    /// exist have none.
+    [[nodiscard]] std::vector<uint8_t> absent(int32_t group, std::span<const int32_t> ids) const;
+
     [[nodiscard]] Timeline &timeline() { return timeline_; }
     [[nodiscard]] int32_t layer_of(int32_t group) const; ///< for messages
 
@@ -275,6 +287,7 @@ class Engine {
     std::unique_ptr<Prefetcher> prefetcher_;
     double loads_per_call_ = 0.0; ///< a decayed average
 
+    std::unique_ptr<SurrogateUse> surrogate_use_;
     std::unique_ptr<Preloader> preloader_;
     std::vector<std::unique_ptr<DeviceTier>> devices_; ///< their links' threads use everything above
     std::vector<DeviceTier *> owners_;                 ///< of each group; empty: there are no devices

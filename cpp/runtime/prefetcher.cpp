@@ -131,6 +131,12 @@ void Prefetcher::on_call(int32_t group, const RouterInput &input, std::span<cons
     pass_predicting_ += look ? seconds : 0.0; // learning goes on where nothing is predicted
 }
 
+std::vector<float> Prefetcher::forecast(int32_t group) const {
+    const std::lock_guard lock(mutex_);
+    const Forecast &forecast = forecasts_[static_cast<size_t>(group)];
+    return forecast.made ? forecast.chances : std::vector<float>();
+}
+
 /// How good the forecast of this call was, counted over the next-layer ones.
 void Prefetcher::check_forecast(int32_t group, std::span<const int32_t> ids) {
     Forecast &forecast = forecasts_[static_cast<size_t>(group)];

@@ -58,6 +58,9 @@ class Prefetcher {
     /// A call of `group` routes [n_tokens][top_k] `ids`, chosen from `input`.
     void on_call(int32_t group, const RouterInput &input, std::span<const int32_t> ids);
 
+    /// The chances that the group's next call uses each expert, as last predicted; empty: not predicted.
+    [[nodiscard]] std::vector<float> forecast(int32_t group) const;
+
     /// For the `replay` predictor: what will be routed from the next call on, and how much of it is told.
     /// Errors: malformed (a group or an expert that does not exist); nothing is told then.
     [[nodiscard]] Status set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
-from . import _core
+from . import _core, lore
 from .budget import FreeMemory, free_memory, is_auto, resolve
 from .device import (
     DeviceShare,
@@ -79,12 +80,16 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
     return core
 
 
-def sidecar_for(path: str, options: SpiceOptions) -> str:
-    """What ``spice-fit`` made for the model: the file asked for, or the one beside the model; "" for none."""
+def sidecar_for(path: str, options: SpiceOptions, *, beside: bool | None = None) -> str:
+    """What ``spice-fit`` made for the model: the file asked for, or the one beside the model; "" for none.
+
+    ``beside``: look beside the model; None: if something is to be read ahead.
+    """
     if options.sidecar is not None:
         return os.fspath(options.sidecar)
-    beside = default_path(path)
-    return str(beside) if options.prefetch and beside.is_file() else ""
+    look = bool(options.prefetch) if beside is None else beside
+    neighbour = default_path(path)
+    return str(neighbour) if look and neighbour.is_file() else ""
 
 
 def not_utf8(path: str, error: UnicodeDecodeError) -> SpiceFormatError:
@@ -112,6 +117,7 @@ class Attachment:
         self._auto: set[str] = set()  # the devices with vram_budget="auto"
         self._needs: list[dict[str, Any]] = []
         self._n_threads = 1
+        self._lore: lore.LorePlan | None = None
         self._pool_bytes: int | None = None  # "auto" is not known before the rest is loaded
         core = open_core(path, options, self._kv_overrides)
         try:
@@ -120,13 +126,20 @@ class Attachment:
             self._overrides = (_BuftOverride * 3)()  # the last stays NULL: the end of the list
             if self.mode == "spice":
                 self._pool = core.pool()
+                self._lore = lore.load(
+                    core,
+                    lore=options.lore,
+                    budget=options.lore_budget,
+                    prompts=options.lore_prompts,
+                    sidecar=lambda: sidecar_for(path, options, beside=True),
+                )
                 if not is_auto(self.options.ram_budget):  # refuse what cannot work before the long load
                     self._pool_bytes = self._resolve(FreeMemory(0, "unused"))
                     if self._pool_bytes < self._pool["smallest"]:
+                        least = self._pool["smallest"] + self._lore_bytes
                         raise SpiceBudgetError(
                             f"{path}: ram_budget={self.options.ram_budget!r} is too small for its experts; "
-                            f"give at least {self._pool['smallest']} bytes "
-                            f"({format_bytes(self._pool['smallest'])})"
+                            f"give at least {least} bytes ({format_bytes(least)})"
                         )
                 _core.register_backend()
                 self._overrides[0] = _BuftOverride(core.override_pattern.encode(), core.buffer_type())
@@ -284,13 +297,20 @@ class Attachment:
     def _files(self) -> list[Path]:
         return [Path(file["path"]) for file in self._summary["files"]]
 
+    @property
+    def _lore_bytes(self) -> int:
+        return 0 if self._lore is None else self._lore.bytes
+
     def _resolve(self, free: FreeMemory) -> int:
-        return resolve(
+        """Bytes of the pool. Stand-ins share an explicit budget; free memory is what they left."""
+        beside = 0 if is_auto(self.options.ram_budget) else self._lore_bytes
+        budget = resolve(
             self.options.ram_budget,
-            everything=self._pool["everything"],
+            everything=self._pool["everything"] + beside,
             smallest=self._pool["smallest"],
             free=free.bytes,
         )
+        return budget - beside
 
     def write_timeline(self) -> None:
         """Write the timeline, if there is one. Raises ``SpiceIOError``."""
@@ -321,6 +341,8 @@ class Attachment:
         if spice:
             on_device = any(choice.bytes for choice in self._vram.values())
             exactness = REPACKED if self.options.repack else ON_DEVICE if on_device else EXACT
+        if self._lore is not None:
+            exactness = str(self._lore)
         pool = self._pool if spice else {}
         used = (self._kv_overrides or {}).get(
             f"{summary['architecture']}{_USED_KEY}", summary["n_expert_used"]
@@ -353,9 +375,10 @@ class Attachment:
             predictor_note=pool.get("head_reason", ""),
             sidecar=pool.get("sidecar", ""),
             io_threads=self.options.io_threads if spice else 0,
+            lore=dataclasses.asdict(self._lore) if self._lore is not None else {},
             preload=self._preload,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,
-            exact=exactness is not REPACKED,
+            exact=exactness is not REPACKED and self._lore is None,
             exactness=exactness,
         )

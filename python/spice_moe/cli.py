@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, _core, budget, command
+from . import __version__, _core, budget, command, lore
 from .device import check_vram, placements
 from .options import predictors, strategies
 from .plan import format_bytes
@@ -156,6 +156,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--sidecar", metavar="FILE", help="what spice-fit made (default: MODEL.spice.gguf, if it is there)"
     )
+    run.add_argument(
+        "--lore",
+        type=_lore,
+        metavar="WHAT",
+        help="approximate: replace missed experts that matter little by stand-ins of spice-fit --lore; "
+        "on (those in the sidecar), FILE, or auto:KL (nats per token, as in auto:0.01)",
+    )
+    run.add_argument(
+        "--lore-budget",
+        type=float,
+        metavar="KL",
+        help=f"nats of expected KL per token that they may cost (default {lore.DEFAULT_BUDGET}, inf: any)",
+    )
     run.add_argument("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
     args = parser.parse_args(argv)
@@ -163,6 +176,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--raw sends no chat messages: it excludes --system and -i")
     if not (args.prompt is not None or args.file or args.interactive):
         args.interactive = sys.stdin.isatty() and not args.json and not args.raw
+    try:
+        lore.check(args.lore, args.lore_budget, False)
+    except ValueError as error:
+        parser.error(str(error))
     if args.json and args.interactive:
         parser.error("--json prints one answer: give it a prompt with -p, -f or on stdin, not -i")
     return args
@@ -181,6 +198,13 @@ def _budget(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def _lore(text: str) -> bool | str:
+    try:
+        return lore.from_text(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _vram(text: str) -> str:
@@ -253,6 +277,8 @@ def _load(args: argparse.Namespace) -> MeteredLlama:
         preload=not args.no_preload,
         predictor=args.predictor,
         sidecar=args.sidecar,
+        lore=args.lore,
+        lore_budget=args.lore_budget,
         progress=sys.stderr.isatty() or None,
         n_ctx=args.ctx,
         n_batch=args.batch,
@@ -371,6 +397,8 @@ def _summary(llm: MeteredLlama) -> str:
             f"({format_bytes(stats['resident_bytes'])})",
         ]
     mode = "SPICE" if plan.mode == "spice" else "plain llama.cpp"
+    if plan.lore and (replaced := lore.summary(stats, plan.moe_layers)):
+        parts.append(replaced)
     return " | ".join([*parts, f"{mode}, {'exact' if plan.exact else 'approximate'}"])
 
 

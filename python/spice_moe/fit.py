@@ -1,4 +1,5 @@
-"""Fits prediction heads for one model on a text: which experts the next MoE layers will choose.
+"""Fits a sidecar for one model on a text: heads that predict which experts the next MoE layers will choose,
+and on request stand-ins for experts (`fit_lore`).
 
     from spice_moe import fit
 
@@ -25,6 +26,7 @@ import numpy as np
 from . import _core, capture, fit_solve, sidecar
 from .budget import Budget
 from .errors import SpiceUnsupportedError
+from .fit_lore_run import LoreRun
 from .fit_recall import KINDS, Chooser, Recall, count, share
 from .fit_stats import Floats, Ids, MomentSums, Router, indicators, shifted
 from .llama import Llama
@@ -43,7 +45,8 @@ class FitOptions:
     """horizons: MoE layers ahead, 1 to 16. chunk: tokens of one sequence. tokens: of the text to use, 0 for
     all. memory: bytes for the sums (each layer's grow with the square of its width, not with the text); a
     quarter as much again for inputs that the choice is made on. expert_used: experts per token, 0 for the
-    model's own. n_threads: 0 for all cores. ram_budget: for experts, as in `Llama`."""
+    model's own. n_threads: 0 for all cores. ram_budget: for experts, as in `Llama`. heads: fit heads. lore:
+    the rank of the experts' stand-ins, 8 to 64; 0 for none."""
 
     horizons: int = 6
     chunk: int = 256
@@ -52,12 +55,18 @@ class FitOptions:
     expert_used: int = 0
     n_threads: int = 0
     ram_budget: Budget = "auto"
+    heads: bool = True
+    lore: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.horizons <= 16:
             raise ValueError(f"horizons must be 1 to 16, not {self.horizons}")
         if self.chunk < 2:
             raise ValueError(f"chunk must be at least 2 tokens, not {self.chunk}")
+        if self.lore and not 8 <= self.lore <= 64:
+            raise ValueError(f"the rank of stand-ins must be 8 to 64, not {self.lore}")
+        if not self.heads and not self.lore:
+            raise ValueError("neither heads nor stand-ins: there is nothing to fit")
         if self.memory < 1 << 20:
             raise ValueError(f"memory must be at least 1 MiB, not {self.memory} bytes")
 
@@ -79,9 +88,10 @@ def fit(
     *,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Fit heads on `texts` (by name) and write the sidecar to `output` (default: beside the model).
+    """Fit on `texts` (by name) and write the sidecar to `output` (default: beside the model).
 
-    Returns the report: recall by kind and horizon on text that was not fitted, what was kept, sizes.
+    Returns the report: recall by kind and horizon on text that was not fitted, what was kept, sizes, and
+    under "lore" the errors of the stand-ins.
     Raises SpiceUnsupportedError for a model without usable routers, ValueError for too little text, and what
     `Llama` raises. No file is written then, nor when interrupted.
     """
@@ -91,11 +101,12 @@ def fit(
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"no such folder: {output.absolute().parent}")
     heads = _core.heads.Heads(os.fspath(model), expert_used=options.expert_used, max_horizon=options.horizons)
-    routers = {g: Router.read(heads, g) for g in range(len(heads.layers)) if heads.has_router(g)}
+    groups = range(len(heads.layers)) if options.heads else ()
+    routers = {g: Router.read(heads, g) for g in groups if heads.has_router(g)}
     pairs = {
         g: [h for h in range(1, options.horizons + 1) if heads.has("training-free", g, h)] for g in routers
     }
-    if not any(pairs.values()):
+    if options.heads and not any(pairs.values()):
         why = heads.reason or "fewer than two layers have routed experts"
         raise SpiceUnsupportedError(f"{os.fspath(model)}: nothing can be fitted: {why}")
     chooser = Chooser(heads)
@@ -103,16 +114,20 @@ def fit(
     with contextlib.closing(open_model(model, options)) as llm:
         # Of the rows for the choice, the inputs of all layers are kept, as F16.
         row_bytes = sum(2 * r.weight.shape[1] + 4 * chooser.top_k for r in routers.values())
-        most_rows = min(_MOST_CHOICE_ROWS, options.memory // 4 // row_bytes)
+        most_rows = min(_MOST_CHOICE_ROWS, options.memory // 4 // max(1, row_bytes))
         split, used = _split(llm, texts, options, most_rows)
         groups = [g for g in routers if pairs[g]]
         passes = _passes(groups, routers, pairs, options.memory)
-        step.plan(len(passes) * len(split.fit) + len(split.choose) + len(split.report), len(groups))
-        with contextlib.closing(capture.run(llm, split.choose)) as chunks:
+        lore = LoreRun(llm, model, split.fit[0], options.lore) if options.lore else None
+        parts = (split.fit, split.choose, split.report)
+        more = 0 if lore is None else sum(map(len, parts)) + lore.steps
+        step.plan(len(passes) * len(split.fit) + len(split.choose) + len(split.report), len(groups) + more)
+        with contextlib.closing(capture.run(llm, split.choose if groups else [])) as chunks:
             held = _Held(chunks, step)
         fitted: list[sidecar.Head] = []
         for part in passes:
             fitted += _fit_pass(llm, part, routers, pairs, split.fit, held, chooser, step)
+        stand_ins, lore_report = lore.fit(*parts, output.absolute().parent, step) if lore else ([], {})
         print_ = _core.heads.fingerprint(os.fspath(model))
         draft = output.with_name(output.name + ".try")
         facts: dict[str, Any] = {
@@ -121,18 +136,24 @@ def fit(
             "text.names": list(texts),
             "text.tokens": used,
             "text.fit_tokens": sum(map(len, split.fit)),
+            **(lore.facts(stand_ins) if lore else {}),
         }
+        named = {"fingerprint": print_, "model": Path(model).name, "heads": fitted}
         try:
             # Twice: what is reported is measured through the file itself, and then noted in it.
-            sidecar.write(draft, fingerprint=print_, model=Path(model).name, heads=fitted, facts=facts)
-            recall = _measure(model, draft, llm, split.report, routers, pairs, chooser, options, step)
+            sidecar.write(draft, **named, facts=facts, lore=stand_ins)
+            if lore:
+                stand_ins = lore.calibrate(stand_ins, draft, [*split.choose, *split.report], step)
+            recall = _measure(
+                model, draft, llm, split.report if groups else [], routers, pairs, chooser, options, step
+            )
             kinds = ("training-free", *KINDS)
             table = recall.table(kinds, options.horizons)
             for kind in kinds:
                 values = [v for v in table[kind] if v is not None]
                 if values:
                     facts[f"recall.{kind}"] = [float(v) for v in values]
-            sidecar.write(output, fingerprint=print_, model=Path(model).name, heads=fitted, facts=facts)
+            sidecar.write(output, **named, facts=facts, lore=stand_ins)
         finally:
             draft.unlink(missing_ok=True)
     step.close()
@@ -152,6 +173,7 @@ def fit(
         "kept": {kind: sum(head.kind == kind for head in fitted) for kind in KINDS},
         "possible": sum(map(len, pairs.values())),
         "recall": table,
+        **({"lore": lore_report} if lore else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""``spice-fit``: learn to predict a model's experts, from a text, into a sidecar file."""
+"""``spice-fit``: learn from a text to predict a model's experts, and to stand in for them, into a sidecar."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ examples:
   spice-fit model.gguf --text book.txt
   spice-fit model.gguf --text chat.txt --text code.txt -o model.spice.gguf --tokens 50000
   spice-fit model.gguf --text book.txt --memory 1GiB --ram 4GiB --json
+  spice-fit model.gguf --text book.txt --lore 32     # stand-ins for experts, too (docs/lore.md)
 
 Give text like what the model will be used for; 20,000 tokens or more, of which four fifths are fitted and a
 fifth is held out. Markers of the chat template in the text count as what they are. The sidecar works with
@@ -52,7 +53,17 @@ def describe(report: dict[str, Any]) -> str:
     """The report for a terminal."""
     lines = [
         f"{report['file']}: {format_bytes(report['bytes'])}, fitted on {report['fit_tokens']} tokens "
-        f"in {report['seconds']:.0f} s",
+        f"in {report['seconds']:.0f} s"
+    ]
+    if report["possible"]:
+        lines += _recall(report)
+    if "lore" in report:
+        lines += _lore(report["lore"])
+    return "\n".join(lines)
+
+
+def _recall(report: dict[str, Any]) -> list[str]:
+    lines = [
         f"recall of the top {report['top_k']} on {report['report_tokens']} tokens that were not fitted:",
         "  layers ahead   training-free   adapter     draft",
     ]
@@ -64,7 +75,25 @@ def describe(report: dict[str, Any]) -> str:
             lines.append(f"  {horizon + 1:>12}   {cells[0]:>13} {cells[1]} {cells[2]}")
     if report["reason"]:
         lines.append(f"layers without a head: {report['reason']}")
-    return "\n".join(lines)
+    return lines
+
+
+def _lore(lore: dict[str, Any]) -> list[str]:
+    lines = [
+        f"stand-ins of rank {lore['rank']}: {format_bytes(lore['bytes'])}, {100 * lore['share']:.1f} % "
+        "of the experts. Squared error on",
+        "tokens that were not fitted; at the right of the block's output, when all but each token's first",
+        "expert are dropped, replaced by their mean, by stand-ins (and expected):",
+        "  layer  neurons + rank  stand-in  mean alone      drop    mean  stand-in",
+    ]
+    for row in lore["layers"]:
+        block = row["block"]
+        lines.append(
+            f"  {row['layer']:>5}  {row['neurons']:>7} + {row['rank']:<4}  {row['error']:>8.3f}  "
+            f"{row['base_error']:>10.3f}  {block['drop']:>8.4f}{block['base']:>8.4f}  {block['lore']:>8.4f} "
+            f"({row['estimated']:.4f})"
+        )
+    return lines
 
 
 def _fit(args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
@@ -82,6 +111,8 @@ def _fit(args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
         expert_used=args.experts_used,
         n_threads=args.threads,
         ram_budget=args.ram,
+        heads=not args.no_heads,
+        lore=args.lore,
     )
     return fit.fit(args.model, texts, args.output, options, progress=bar)
 
@@ -102,6 +133,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "-o", "--output", metavar="OUT", type=Path, help="the file to write (default: MODEL.spice.gguf)"
     )
     parser.add_argument("--tokens", metavar="N", type=_count, default=0, help="use N tokens of the text")
+    parser.add_argument(
+        "--lore", metavar="RANK", type=_count, default=0,
+        help="fit stand-ins for experts, too, of this rank (8 to 64; 32 is 4 %% of experts of usual shapes)",
+    )  # fmt: skip
+    parser.add_argument("--no-heads", action="store_true", help="no prediction, stand-ins alone")
     parser.add_argument(
         "--horizons", metavar="N", type=_count, default=6, help="MoE layers to look ahead (default 6)"
     )

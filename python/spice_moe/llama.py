@@ -73,6 +73,9 @@ class Llama(llama_cpp.Llama):
         preload: bool | None = None,
         predictor: str | None = None,
         sidecar: str | os.PathLike[str] | None = None,
+        lore: bool | str | os.PathLike[str] | None = None,
+        lore_budget: float | None = None,
+        lore_prompts: bool | None = None,
         progress: ProgressCallback | bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -90,6 +93,9 @@ class Llama(llama_cpp.Llama):
             preload=preload,
             predictor=predictor,
             sidecar=sidecar,
+            lore=lore,
+            lore_budget=lore_budget,
+            lore_prompts=lore_prompts,
             progress=progress,
         )
         path = os.fspath(model_path)

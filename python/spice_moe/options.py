@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _core, budget, device
+from . import _core, budget, device, lore
 from .budget import Budget
 from .device import VramBudget
 
@@ -74,6 +74,18 @@ class SpiceOptions:
     sidecar: str | os.PathLike[str] | None = None
     """The file that ``spice-fit`` made for this model; None takes ``MODEL.spice.gguf`` if it is there."""
 
+    lore: bool | str | os.PathLike[str] | None = None
+    """Approximate, off by default: replace missed experts that matter little by low-rank stand-ins, from a
+    file of ``spice-fit --lore``. True takes the sidecar beside the model, a path names the file,
+    ``"auto:0.01"`` takes the sidecar and replaces what costs least, at 0.01 nats of expected KL per token."""
+
+    lore_budget: float | None = None
+    """With ``lore``: nats of expected KL divergence per token that stand-ins may cost on average, by the
+    file's own calibration; None is 0.02, ``float("inf")`` is no bound but the thresholds."""
+
+    lore_prompts: bool = False
+    """With ``lore``: also in batches of more than 8 tokens, which are exact otherwise."""
+
     preload: bool = True
     """Between the load and the first token, read the experts that earlier runs of a large model used most
     into free room. Keeps what was used in a small file in the user's cache directory."""
@@ -89,6 +101,7 @@ class SpiceOptions:
         for name in ("enabled", "repack", "direct_io", "preload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        lore.check(self.lore, self.lore_budget, self.lore_prompts)
         budget.check(self.ram_budget)
         device.check_vram(self.vram_budget)
         if self.timeline is not None and not Path(self.timeline).absolute().parent.is_dir():

@@ -71,6 +71,7 @@ class Plan:
     predictor_bytes: int  #: memory that it takes, beside the pool
     predictor_note: str  #: why some layers are predicted from their history alone; "" for none
     sidecar: str  #: the file of ``spice-fit`` that is used; "" for none
+    lore: dict[str, Any]  #: stand-ins for experts, as in :class:`spice_moe.lore.LorePlan`; empty: none
     io_threads: int | None  #: reads kept in flight; None: tuned on the first reads; 0 in mode "plain"
     preload: str  #: what is read before the first token, or why nothing is; "" in mode "plain"
     n_threads: int  #: compute threads for single tokens
@@ -123,6 +124,10 @@ class Plan:
             pool = (
                 f"in a pool of {format_bytes(self.ram_budget)} ({self.slots} of {self.experts_total} "
                 f"experts, strategy {self.strategy}), {self._ahead()}"
+            )
+        if self.lore:
+            pool += (
+                f", stand-ins for {self.lore['layers']} layers beside it ({format_bytes(self.lore['bytes'])})"
             )
         if self.ram_budget < self.working_set_bytes:
             pool += (

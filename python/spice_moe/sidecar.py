@@ -6,7 +6,7 @@ The C++ core reads it (`_core.heads.Heads`, `Llama(..., sidecar=...)`) and check
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .errors import SpiceError
 
 Floats = NDArray[np.float32]
+Halves = NDArray[np.float16]
 
 VERSION = 1
 ARCHITECTURE = "spice-sidecar"
@@ -42,6 +43,42 @@ class Head:
     bias: Floats | None = None
 
 
+@dataclass(frozen=True)
+class Lore:
+    """Stand-ins for the experts of one layer: y = bias + sum_r z_r b_r, z = a h + offset, where the first
+    rows of a h are multiplied by act(gate h). a: [experts, rows, width]; b: [experts, rows, width_out]; gate:
+    [experts, gated, width], or None; offset: [experts, rows]; bias: [experts, width_out]; error, norm:
+    [experts]."""
+
+    layer: int
+    a: Halves
+    b: Halves
+    gate: Halves | None
+    offset: Floats
+    bias: Halves
+    error: Floats
+    norm: Floats
+    output: float
+    sensitivity: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of what a run keeps in memory."""
+        gate = 0 if self.gate is None else self.gate.nbytes
+        return self.a.nbytes + self.b.nbytes + gate + self.offset.nbytes + self.bias.nbytes
+
+    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Names and values as in the file."""
+        parts: dict[str, NDArray[Any] | None] = {
+            "a": self.a, "b": self.b, "gate": self.gate, "offset": self.offset, "bias": self.bias,
+            "error": self.error, "norm": self.norm, "output": np.array([self.output], np.float32),
+            "sensitivity": None if self.sensitivity is None else np.array([self.sensitivity], np.float32),
+        }  # fmt: skip
+        for name, values in parts.items():
+            if values is not None:
+                yield f"lore.{self.layer}.{name}", values
+
+
 def default_path(model: str | os.PathLike[str]) -> Path:
     """Where the sidecar of a model lies by default: NAME.spice.gguf beside NAME.gguf."""
     path = Path(model)
@@ -64,6 +101,7 @@ def write(
     model: str,
     heads: Sequence[Head],
     facts: Mapping[str, Any],
+    lore: Sequence[Lore] = (),
 ) -> None:
     """Write a sidecar. An existing file is replaced only when the new one is complete.
 
@@ -97,6 +135,9 @@ def write(
                     writer.add_tensor(prefix + name, rows.astype(np.float16))
             if head.bias is not None:
                 writer.add_tensor(prefix + "bias", head.bias.astype(np.float32))
+        for layer in lore:
+            for name, values in layer.tensors():
+                writer.add_tensor(name, values)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -112,6 +153,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     elif isinstance(value, bool):
         writer.add_bool(key, value)
+    elif isinstance(value, np.uint32):
+        writer.add_uint32(key, int(value))
     elif isinstance(value, int):
         writer.add_uint64(key, value)
     elif isinstance(value, float):

@@ -60,6 +60,13 @@ COUNTERS: dict[str, str] = {
     "upload_seconds": "seconds with at least one such copy running",
     "device_resident_experts": "experts on the GPU now",
     "device_resident_bytes": "bytes of its memory that they take",
+    "lore_rows": "tokens in layer calls where stand-ins could have replaced experts, summed over the layers",
+    "lore_pairs": "experts that these tokens were routed to",
+    "lore_substituted": "of these, experts that stand-ins replaced (no part of expert_rows)",
+    "lore_gate_mass": "sum of the replaced experts' shares of their token's gate weights in the layer",
+    "lore_error": "expected squared error of the layers' outputs, relative, summed over tokens and layers",
+    "lore_kl": "expected KL divergence from the exact model, in nats, summed over tokens and layers",
+    "lore_unfit": "layer calls that were exact as the graph does not show what stand-ins need",
     "failures": "layer calls that failed; the Python call raised an exception",
 }
 

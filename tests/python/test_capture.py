@@ -28,9 +28,11 @@ def test_the_capture_is_what_the_evaluation_callback_sees(llm: Llama, tmp_path: 
     core.start_capture()
     llm.eval(llm.tokenize(text.encode(), add_bos=True))
     calls = core.take_capture()
-    assert [layer for layer, _, _ in calls] == recorded.layers.tolist()
-    for number, (_, hidden, ids) in enumerate(calls):
+    assert [layer for layer, *_ in calls] == recorded.layers.tolist()
+    for number, (_, hidden, ids, gates, down) in enumerate(calls):
         np.testing.assert_array_equal(ids, recorded.ids[number])
+        np.testing.assert_allclose(gates, recorded.weights[number].astype(np.float32), rtol=2e-3, atol=1e-4)
+        assert down is None
         np.testing.assert_allclose(
             hidden, recorded.router_inputs[number].astype(np.float32), rtol=2e-3, atol=1e-4
         )

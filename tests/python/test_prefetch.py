@@ -58,7 +58,7 @@ def test_an_oracle_leaves_less_to_wait_for(model: Path, stock) -> None:
     with contextlib.closing(open_model(Llama, model, ram_budget="60%", prefetch=False)) as llm:
         llm.spice._core.start_capture()
         greedy(llm, TOKENS, DECODED)
-        calls = [(layer, ids) for layer, _, ids in llm.spice._core.take_capture()]
+        calls = [(layer, ids) for layer, _, ids, *_ in llm.spice._core.take_capture()]
         without = llm.spice.stats()
     options = {"ram_budget": "60%", "prefetch": "always", "predictor": "replay"}
     with contextlib.closing(open_model(Llama, model, **options)) as llm:

@@ -1,0 +1,125 @@
+#include "compute/surrogate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+
+namespace spice::compute {
+
+namespace {
+
+constexpr int64_t k_down_rows = 8; // rows of A that a thread takes at a time: 32 KiB at a width of 2048
+constexpr int64_t k_least_columns = 256;
+
+float activate(SurrogateActivation activation, float x) {
+    switch (activation) {
+    case SurrogateActivation::silu:
+        return x / (1.0F + std::exp(-x));
+    case SurrogateActivation::gelu: {
+        constexpr float root = 0.797884560802865F; // of 2 / pi
+        return 0.5F * x * (1.0F + std::tanh(root * x * (1.0F + 0.044715F * x * x)));
+    }
+    case SurrogateActivation::relu:
+        return std::max(x, 0.0F);
+    }
+    return 0.0F;
+}
+
+/// z of one piece of a pair's rows, from the rows' products with h.
+void finish_down(const SurrogateJob &job, int64_t expert, int64_t first, int64_t n, const float *h,
+                 float *z) {
+    const SurrogateMatrices &m = job.matrices;
+    float gates[k_down_rows];
+    const int64_t gated = std::clamp<int64_t>(m.n_gated - first, 0, n);
+    if (gated > 0) {
+        job.kernels->dot(m.gate + (expert * m.n_gated + first) * m.n_in, gated, m.n_in, h, gates);
+    }
+    for (int64_t r = 0; r < gated; ++r) z[r] *= activate(m.activation, gates[r]);
+    if (m.offset == nullptr) return;
+    for (int64_t r = 0; r < n; ++r) z[r] += m.offset[expert * m.rank + first + r];
+}
+
+} // namespace
+
+void run_down(SurrogateJob &job) {
+    const SurrogateMatrices &m = job.matrices;
+    const auto pieces = [](int64_t rows) { return (rows + k_down_rows - 1) / k_down_rows; };
+    if (job.kind == SurrogateKind::drop) return;
+    const int64_t per_row = pieces(m.base_rank);
+    const int64_t per_pair = job.kind == SurrogateKind::full ? pieces(m.rank) : 0;
+    const int64_t base_total = per_row * static_cast<int64_t>(job.rows.size());
+    const int64_t total = base_total + per_pair * static_cast<int64_t>(job.pairs.size());
+    const auto multiply = [&](const uint16_t *rows, int64_t n_rows, int64_t piece, const float *h, float *z) {
+        const int64_t first = piece * k_down_rows;
+        job.kernels->dot(rows + first * m.n_in, std::min(k_down_rows, n_rows - first), m.n_in, h, z + first);
+    };
+    // Pairs are in the order of their rows: a thread finds its row by walking on.
+    size_t row = 0;
+    for (;;) {
+        const int64_t turn = job.next_down.fetch_add(1, std::memory_order_relaxed);
+        if (turn >= total) return;
+        if (turn < base_total) {
+            const auto r = static_cast<size_t>(turn / per_row);
+            multiply(m.base_a, m.base_rank, turn % per_row, job.rows[r].h, job.base_z(r));
+            continue;
+        }
+        const auto p = static_cast<size_t>((turn - base_total) / per_pair);
+        while (p >= job.rows[row].first + job.rows[row].count) ++row;
+        const auto expert = static_cast<int64_t>(job.pairs[p].expert);
+        const int64_t piece = (turn - base_total) % per_pair;
+        const float *h = job.rows[row].h;
+        multiply(m.a + expert * m.rank * m.n_in, m.rank, piece, h, job.pair_z(p));
+        const int64_t first = piece * k_down_rows;
+        finish_down(job, expert, first, std::min(k_down_rows, m.rank - first), h, job.pair_z(p) + first);
+    }
+}
+
+void run_up(SurrogateJob &job, int n_threads) {
+    const SurrogateMatrices &m = job.matrices;
+    // One stretch of columns for each thread, so that rows of B are read in long runs; more rows of the batch
+    // than threads share the work by themselves.
+    const auto n_rows = static_cast<int64_t>(job.rows.size());
+    const int64_t split = n_rows >= 2 * n_threads ? 1 : n_threads;
+    int64_t columns = std::max((m.n_out + split - 1) / split, k_least_columns);
+    columns = (columns + 31) / 32 * 32; // threads do not share cache lines
+    const int64_t per_row = (m.n_out + columns - 1) / columns;
+    for (;;) {
+        const int64_t turn = job.next_up.fetch_add(1, std::memory_order_relaxed);
+        if (turn >= per_row * n_rows) return;
+        const auto r = static_cast<size_t>(turn / per_row);
+        const SurrogateRow &row = job.rows[r];
+        const int64_t begin = turn % per_row * columns;
+        const int64_t n = std::min(columns, m.n_out - begin);
+        const std::span<const SurrogatePair> pairs = std::span(job.pairs).subspan(row.first, row.count);
+        if (pairs.empty()) continue;
+        // The first pair's result holds the base until all others have it.
+        float *base = pairs.front().y + begin;
+        std::fill_n(base, n, 0.0F);
+        if (job.kind != SurrogateKind::drop && m.base_rank > 0) {
+            job.kernels->add(m.base_b + begin, m.base_rank, m.n_out, n, job.base_z(r), base);
+        }
+        for (const SurrogatePair &pair : pairs.subspan(1)) {
+            std::memcpy(pair.y + begin, base, static_cast<size_t>(n) * sizeof(float));
+        }
+        if (job.kind == SurrogateKind::drop) continue;
+        for (size_t i = 0; i < pairs.size(); ++i) {
+            const auto expert = static_cast<int64_t>(pairs[i].expert);
+            float *y = pairs[i].y + begin;
+            if (m.shared != nullptr && row.shared != nullptr) {
+                const float factor = m.shared[expert];
+                for (int64_t c = 0; c < n; ++c) y[c] += factor * row.shared[begin + c];
+            }
+            if (m.bias != nullptr) {
+                constexpr float one = 1.0F;
+                job.kernels->add(m.bias + expert * m.n_out + begin, 1, m.n_out, n, &one, y);
+            }
+            if (job.kind == SurrogateKind::full && m.rank > 0) {
+                job.kernels->add(m.b + expert * m.rank * m.n_out + begin, m.rank, m.n_out, n,
+                                 job.pair_z(row.first + i), y);
+            }
+        }
+    }
+}
+
+} // namespace spice::compute
