@@ -148,7 +148,9 @@ void DeviceCall::fetch(const Asked &asked, std::span<const int32_t> order) {
     const bool scan = asked.n_rows > static_cast<size_t>(numbers.top_k) &&
                       (2 * asked.experts.size() >= static_cast<size_t>(of.n_expert) ||
                        2 * wanted.size() > static_cast<size_t>(pool.n_slots()));
-    const size_t spared = scan && wanted.size() > static_cast<size_t>(pool.n_free()) ? 2 * per_chunk : 0;
+    // Two chunks, but not so much of a small pool.
+    const size_t ring = std::max<size_t>(std::min(2 * per_chunk, static_cast<size_t>(pool.n_slots()) / 4), 2);
+    const size_t spared = scan && wanted.size() > static_cast<size_t>(pool.n_free()) ? ring : 0;
     size_t at = 0;
     for (; at < wanted.size(); ++at) {
         const int32_t expert = asked.experts[wanted[at]];
@@ -163,14 +165,15 @@ void DeviceCall::fetch(const Asked &asked, std::span<const int32_t> order) {
         it.pins += 1;
         tier.counters_.fetched += 1;
     }
-    if (scan) fetch_through(asked, std::span(wanted).subspan(at), per_chunk);
+    if (scan) fetch_through(asked, std::span(wanted).subspan(at), ring);
 }
 
-void DeviceCall::fetch_through(const Asked &asked, std::span<const size_t> wanted, size_t per_chunk) {
+void DeviceCall::fetch_through(const Asked &asked, std::span<const size_t> wanted, size_t most) {
     DeviceTier &tier = *tier_;
     const int32_t size_class = tier.engine_.groups_[static_cast<size_t>(group_)].size_class;
-    borrowed_.reserve(std::min(wanted.size(), 2 * per_chunk));
-    while (borrowed_.size() < std::min(wanted.size(), 2 * per_chunk)) {
+    most = std::min(most, wanted.size());
+    borrowed_.reserve(most);
+    while (borrowed_.size() < most) {
         const std::optional<int32_t> slot = tier.take_slot(size_class);
         if (!slot) break;
         borrowed_.push_back(*slot);

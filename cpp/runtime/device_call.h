@@ -66,7 +66,7 @@ class DeviceCall {
     };
     void take(size_t i, const Asked &asked, int32_t slot, std::vector<DeviceExpert> &to);
     void fetch(const Asked &asked, std::span<const int32_t> order);
-    void fetch_through(const Asked &asked, std::span<const size_t> wanted, size_t per_chunk);
+    void fetch_through(const Asked &asked, std::span<const size_t> wanted, size_t most);
 
     DeviceTier *tier_ = nullptr;
     int32_t group_ = 0;
