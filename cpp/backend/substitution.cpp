@@ -1,11 +1,9 @@
 #include "backend/substitution.h"
 
 #include "backend/expert_buffer.h"
-#include "backend/shared_expert.h"
 #include "runtime/engine.h"
 
 #include <algorithm>
-#include <string_view>
 
 namespace spice {
 
@@ -25,25 +23,9 @@ bool is_column(const ggml_tensor *tensor, const ggml_tensor *ids) {
            tensor->ne[1] == ids->ne[0] && tensor->ne[2] == ids->ne[1] && tensor->ne[3] == 1;
 }
 
-bool is_shared_output(const ggml_tensor *node) {
-    constexpr std::string_view ending = "ffn_down_shexp.weight";
-    return node->op == GGML_OP_MUL_MAT && is_shared_expert_node(node) &&
-           std::string_view(node->src[0]->name).ends_with(ending);
-}
-
 bool contains(std::span<ggml_tensor *const> nodes, const ggml_tensor *tensor) {
     const ggml_tensor *root = tensor->view_src != nullptr ? tensor->view_src : tensor;
     return std::ranges::find(nodes, root) != nodes.end() || std::ranges::find(nodes, tensor) != nodes.end();
-}
-
-/// Whether EarlyNodes::take() of the nodes from `turn` on takes this one.
-bool can_be_early(const ggml_tensor *node, std::span<ggml_tensor *const> nodes, size_t turn) {
-    if (node->view_src != nullptr || !ggml_is_contiguous(node) || !is_shared_expert_node(node)) return false;
-    if (!contains(nodes.subspan(turn), node)) return false;
-    for (const ggml_tensor *source : node->src) {
-        if (source != nullptr && contains(nodes, source) && !can_be_early(source, nodes, turn)) return false;
-    }
-    return true;
 }
 
 float *row_of(const ggml_tensor *tensor, int64_t i, int64_t t) {
@@ -60,7 +42,6 @@ std::optional<SubstitutionSite> SubstitutionSite::find(std::span<ggml_tensor *co
     SubstitutionSite site;
     site.x = nodes[turn]->src[1];
     for (ggml_tensor *node : nodes) {
-        if (is_shared_output(node)) site.shared = node;
         if (site.down != nullptr && node->op == GGML_OP_MUL && is_column(node->src[1], ids) &&
             derives_from(node->src[0], site.down) && !contains(nodes, node->src[1])) {
             site.gates = node->src[1];
@@ -84,12 +65,6 @@ std::optional<SubstitutionSite> SubstitutionSite::find(std::span<ggml_tensor *co
     if (shape != nullptr && (site.x->ne[0] != shape->n_in || site.down->ne[0] != shape->n_out)) {
         return std::nullopt;
     }
-    if (site.shared != nullptr) {
-        site.shared_is_later = contains(nodes.subspan(turn), site.shared);
-        const bool fits = site.shared->type == GGML_TYPE_F32 && site.shared->ne[0] == site.down->ne[0] &&
-                          ggml_nrows(site.shared) == ids->ne[1];
-        if (!fits || (site.shared_is_later && !can_be_early(site.shared, nodes, turn))) site.shared = nullptr;
-    }
     return site;
 }
 
@@ -103,7 +78,7 @@ std::vector<float> SubstitutionSite::gate_weights() const {
 }
 
 void Substituted::set_up(const SubstitutionSite &site, compute::SurrogateKind kind,
-                         const SurrogateLayer *layer, const ggml_tensor *shared) {
+                         const SurrogateLayer *layer) {
     down = site.down;
     if (layer != nullptr) job.matrices = layer->matrices;
     job.matrices.n_out = site.down->ne[0];
@@ -112,14 +87,8 @@ void Substituted::set_up(const SubstitutionSite &site, compute::SurrogateKind ki
     const auto top_k = static_cast<size_t>(site.gates->ne[1]);
     const ggml_tensor *ids = site.down->src[2];
     for (int64_t t = 0; t < ids->ne[1]; ++t) {
-        compute::SurrogateRow row = {.h = row_of(site.x, 0, t),
-                                     .shared = nullptr,
-                                     .first = static_cast<uint32_t>(job.pairs.size()),
-                                     .count = 0};
-        if (shared != nullptr) {
-            row.shared = reinterpret_cast<const float *>(static_cast<const std::byte *>(shared->data) +
-                                                         t * static_cast<int64_t>(shared->nb[1]));
-        }
+        compute::SurrogateRow row = {
+            .h = row_of(site.x, 0, t), .first = static_cast<uint32_t>(job.pairs.size()), .count = 0};
         for (int64_t i = 0; i < ids->ne[0]; ++i) {
             if (taken[static_cast<size_t>(t) * top_k + static_cast<size_t>(i)] == 0) continue;
             const auto *id = static_cast<const std::byte *>(ids->data) +

@@ -2,9 +2,8 @@
 // that compute them (compute/surrogate.h).
 //
 // What they need: the gate weights of the routed experts and the row that the router read, both there before
-// the block begins, the down product, whose rows the stand-ins write, and where a layer's stand-ins use the
-// shared expert, the product that gives its output. Recognised by structure; a block without them is computed
-// exactly, and counted.
+// the block begins, and the down product, whose rows the stand-ins write. Recognised by structure; a block
+// without them is computed exactly, and counted.
 //
 // Thread: the context's compute thread; the jobs run on every thread of a graph. Nothing blocks. May throw
 // std::bad_alloc.
@@ -25,11 +24,9 @@ namespace spice {
 
 /// The nodes of one block that stand-ins touch.
 struct SubstitutionSite {
-    ggml_tensor *down = nullptr;         ///< whose rows are replaced, [n_out, routed, tokens]
-    const ggml_tensor *x = nullptr;      ///< what gate and up multiply, [n_in, 1, tokens]
-    const ggml_tensor *gates = nullptr;  ///< [1, routed, tokens]
-    const ggml_tensor *shared = nullptr; ///< output of the shared expert, [n_out, tokens]; null: out of reach
-    bool shared_is_later = false;        ///< it must be computed early (early_nodes.h)
+    ggml_tensor *down = nullptr;        ///< whose rows are replaced, [n_out, routed, tokens]
+    const ggml_tensor *x = nullptr;     ///< what gate and up multiply, [n_in, 1, tokens]
+    const ggml_tensor *gates = nullptr; ///< [1, routed, tokens]
 
     /// Of the block whose first product is nodes[turn], `nodes` being those of the split; nothing when it has
     /// not that form, or other widths than `shape` (nullptr: any).
@@ -57,9 +54,8 @@ struct Substituted {
     std::vector<float> z; ///< the job's scratch
     std::deque<ZeroRows> zeros;
 
-    /// Fills the job from `taken`. `shared`: where the shared expert's output will be; nullptr: not used.
-    void set_up(const SubstitutionSite &site, compute::SurrogateKind kind, const SurrogateLayer *layer,
-                const ggml_tensor *shared);
+    /// Fills the job from `taken`. `layer`: nullptr for a kind that needs none.
+    void set_up(const SubstitutionSite &site, compute::SurrogateKind kind, const SurrogateLayer *layer);
 };
 
 } // namespace spice

@@ -21,8 +21,7 @@ void BlockGraph::substitute(const ExpertTensor &weights, RoutedCall &call, std::
         use.kind() == compute::SurrogateKind::drop ? nullptr : use.layer(weights.group);
     const auto site =
         SubstitutionSite::find(nodes_, turn_, weights.group, layer == nullptr ? nullptr : &layer->shape);
-    const bool lacks_shared = layer != nullptr && layer->needs_shared() && site && site->shared == nullptr;
-    if (!site || is_pending(site->gates) || lacks_shared) {
+    if (!site || is_pending(site->gates)) {
         use.count_unfit();
         return;
     }
@@ -51,17 +50,9 @@ void BlockGraph::substitute(const ExpertTensor &weights, RoutedCall &call, std::
     for (size_t r = 0; r < routed.size(); ++r) {
         if (taken[r] == 0 && !call.device.takes(routed[r])) left.push_back(routed[r]);
     }
-    const ggml_tensor *shared = nullptr;
-    if (layer != nullptr && layer->needs_shared()) {
-        shared = site->shared;
-        if (site->shared_is_later) {
-            if (early_.find(shared) == nullptr) add_early();
-            shared = early_.find(shared);
-        }
-    }
     call.stand_ins = std::make_unique<Substituted>();
     call.stand_ins->taken = std::move(taken);
-    call.stand_ins->set_up(*site, use.kind(), layer, shared);
+    call.stand_ins->set_up(*site, use.kind(), layer);
     // Now, as h may be gone at the turn of the down product.
     const auto run = [](ggml_tensor *, int, int, void *job) {
         compute::run_down(*static_cast<compute::SurrogateJob *>(job));

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <cstring>
 
 namespace spice::compute {
 
@@ -43,35 +42,24 @@ void finish_down(const SurrogateJob &job, int64_t expert, int64_t first, int64_t
 } // namespace
 
 void run_down(SurrogateJob &job) {
+    if (job.kind != SurrogateKind::full) return;
     const SurrogateMatrices &m = job.matrices;
-    const auto pieces = [](int64_t rows) { return (rows + k_down_rows - 1) / k_down_rows; };
-    if (job.kind == SurrogateKind::drop) return;
-    const int64_t per_row = pieces(m.base_rank);
-    const int64_t per_pair = job.kind == SurrogateKind::full ? pieces(m.rank) : 0;
-    const int64_t base_total = per_row * static_cast<int64_t>(job.rows.size());
-    const int64_t total = base_total + per_pair * static_cast<int64_t>(job.pairs.size());
-    const auto multiply = [&](const uint16_t *rows, int64_t n_rows, int64_t piece, const float *h, float *z) {
-        const int64_t first = piece * k_down_rows;
-        job.kernels->dot(rows + first * m.n_in, std::min(k_down_rows, n_rows - first), m.n_in, h, z + first);
-    };
+    const int64_t per_pair = (m.rank + k_down_rows - 1) / k_down_rows;
+    const int64_t total = per_pair * static_cast<int64_t>(job.pairs.size());
     // Pairs are in the order of their rows: a thread finds its row by walking on.
     size_t row = 0;
     for (;;) {
         const int64_t turn = job.next_down.fetch_add(1, std::memory_order_relaxed);
         if (turn >= total) return;
-        if (turn < base_total) {
-            const auto r = static_cast<size_t>(turn / per_row);
-            multiply(m.base_a, m.base_rank, turn % per_row, job.rows[r].h, job.base_z(r));
-            continue;
-        }
-        const auto p = static_cast<size_t>((turn - base_total) / per_pair);
+        const auto p = static_cast<size_t>(turn / per_pair);
         while (p >= job.rows[row].first + job.rows[row].count) ++row;
         const auto expert = static_cast<int64_t>(job.pairs[p].expert);
-        const int64_t piece = (turn - base_total) % per_pair;
         const float *h = job.rows[row].h;
-        multiply(m.a + expert * m.rank * m.n_in, m.rank, piece, h, job.pair_z(p));
-        const int64_t first = piece * k_down_rows;
-        finish_down(job, expert, first, std::min(k_down_rows, m.rank - first), h, job.pair_z(p) + first);
+        const int64_t first = turn % per_pair * k_down_rows;
+        const int64_t n = std::min(k_down_rows, m.rank - first);
+        float *z = job.pair_z(p) + first;
+        job.kernels->dot(m.a + (expert * m.rank + first) * m.n_in, n, m.n_in, h, z);
+        finish_down(job, expert, first, n, h, z);
     }
 }
 
@@ -92,24 +80,11 @@ void run_up(SurrogateJob &job, int n_threads) {
         const int64_t begin = turn % per_row * columns;
         const int64_t n = std::min(columns, m.n_out - begin);
         const std::span<const SurrogatePair> pairs = std::span(job.pairs).subspan(row.first, row.count);
-        if (pairs.empty()) continue;
-        // The first pair's result holds the base until all others have it.
-        float *base = pairs.front().y + begin;
-        std::fill_n(base, n, 0.0F);
-        if (job.kind != SurrogateKind::drop && m.base_rank > 0) {
-            job.kernels->add(m.base_b + begin, m.base_rank, m.n_out, n, job.base_z(r), base);
-        }
-        for (const SurrogatePair &pair : pairs.subspan(1)) {
-            std::memcpy(pair.y + begin, base, static_cast<size_t>(n) * sizeof(float));
-        }
-        if (job.kind == SurrogateKind::drop) continue;
         for (size_t i = 0; i < pairs.size(); ++i) {
             const auto expert = static_cast<int64_t>(pairs[i].expert);
             float *y = pairs[i].y + begin;
-            if (m.shared != nullptr && row.shared != nullptr) {
-                const float factor = m.shared[expert];
-                for (int64_t c = 0; c < n; ++c) y[c] += factor * row.shared[begin + c];
-            }
+            std::fill_n(y, n, 0.0F);
+            if (job.kind == SurrogateKind::drop) continue;
             if (m.bias != nullptr) {
                 constexpr float one = 1.0F;
                 job.kernels->add(m.bias + expert * m.n_out + begin, 1, m.n_out, n, &one, y);

@@ -1,12 +1,11 @@
 // Low-rank stand-ins for experts (LoRE, papers.md section 1): for a row h of a layer,
 //
-//     y = shared * s + base_b^T (base_a h) + bias + sum_r z_r b_r,     z_r = act((G h)_r) (A h)_r + offset_r
+//     y = bias + sum_r z_r b_r,     z_r = act((G h)_r) (A h)_r + offset_r
 //
 // where only the first rows have an activation: neurons that are kept from the expert. It is computed
-// with F16 matrices and F32 rows; s is the output of the layer's shared expert for the row. All (row, expert)
-// pairs of a layer call take two steps that the threads of one ggml graph run together: run_down for the
-// inner products (z, and base_a h once per row), and run_up for the sums (base_b and s once per row).
-// The steps are apart because a graph's memory is reused: h may be gone when y is to be written.
+// with F16 matrices and F32 rows. All (row, expert) pairs of a layer call take two steps that the threads of
+// one ggml graph run together: run_down for the inner products z, and run_up for the sums. The steps are
+// apart because a graph's memory is reused: h may be gone when y is to be written.
 //
 // The cost is reading the matrices once; the variant for AVX-512, AVX2 or any CPU is chosen at run time.
 // Results do not depend on the number of threads; between variants they differ in the last bits.
@@ -29,17 +28,13 @@ struct SurrogateMatrices {
     int64_t n_in = 0;  ///< width of h
     int64_t n_out = 0; ///< width of y
     int64_t rank = 0;
-    int64_t base_rank = 0;
     int64_t n_gated = 0; ///< rows of A with an activation, the first
     SurrogateActivation activation = SurrogateActivation::silu;
-    const uint16_t *a = nullptr;      ///< [n_expert][rank][n_in]
-    const uint16_t *b = nullptr;      ///< [n_expert][rank][n_out]
-    const uint16_t *gate = nullptr;   ///< [n_expert][n_gated][n_in]
-    const float *offset = nullptr;    ///< [n_expert][rank]
-    const uint16_t *bias = nullptr;   ///< [n_expert][n_out]
-    const float *shared = nullptr;    ///< [n_expert]
-    const uint16_t *base_a = nullptr; ///< [base_rank][n_in]
-    const uint16_t *base_b = nullptr; ///< [base_rank][n_out]
+    const uint16_t *a = nullptr;    ///< [n_expert][rank][n_in]
+    const uint16_t *b = nullptr;    ///< [n_expert][rank][n_out]
+    const uint16_t *gate = nullptr; ///< [n_expert][n_gated][n_in]
+    const float *offset = nullptr;  ///< [n_expert][rank]
+    const uint16_t *bias = nullptr; ///< [n_expert][n_out]
 };
 
 /// The kernels of one instruction set.
@@ -57,14 +52,13 @@ struct SurrogateKernels {
 /// How much of the formula is used.
 enum class SurrogateKind : uint8_t {
     drop, ///< y = 0
-    base, ///< without A and B
+    base, ///< the bias alone
     full,
 };
 
 struct SurrogateRow { ///< of the batch; its pairs follow each other
     const float *h = nullptr;
-    const float *shared = nullptr; ///< s; null where the layer has no use for it
-    uint32_t first = 0;            ///< its pairs
+    uint32_t first = 0; ///< its pairs
     uint32_t count = 0;
 };
 
@@ -84,16 +78,8 @@ struct SurrogateJob {
     std::atomic<int64_t> next_down{0}; ///< the next piece of work that nobody has taken
     std::atomic<int64_t> next_up{0};
 
-    [[nodiscard]] size_t z_floats() const {
-        return rows.size() * static_cast<size_t>(matrices.base_rank) +
-               pairs.size() * static_cast<size_t>(matrices.rank);
-    }
-    [[nodiscard]] float *base_z(size_t row) const {
-        return z + row * static_cast<size_t>(matrices.base_rank);
-    }
-    [[nodiscard]] float *pair_z(size_t pair) const {
-        return base_z(rows.size()) + pair * static_cast<size_t>(matrices.rank);
-    }
+    [[nodiscard]] size_t z_floats() const { return pairs.size() * static_cast<size_t>(matrices.rank); }
+    [[nodiscard]] float *pair_z(size_t pair) const { return z + pair * static_cast<size_t>(matrices.rank); }
 };
 
 void run_down(SurrogateJob &job);

@@ -68,17 +68,14 @@ Status read_layer(const Sidecar &sidecar, const LoreTensors &tensors, std::byte 
     m.n_in = tensors.shape.n_in;
     m.n_out = tensors.shape.n_out;
     m.rank = tensors.rank();
-    m.base_rank = tensors.base_rank();
     m.n_gated = tensors.gated();
     if (m.n_gated > 0) {
         Result<compute::SurrogateActivation> activation = activation_of(sidecar);
         if (!activation.ok()) return activation.status();
         m.activation = activation.value();
     }
-    for (const auto &[tensor, to] :
-         {std::pair(tensors.a, &m.a), std::pair(tensors.b, &m.b), std::pair(tensors.bias, &m.bias),
-          std::pair(tensors.gate, &m.gate), std::pair(tensors.base_a, &m.base_a),
-          std::pair(tensors.base_b, &m.base_b)}) {
+    for (const auto &[tensor, to] : {std::pair(tensors.a, &m.a), std::pair(tensors.b, &m.b),
+                                     std::pair(tensors.bias, &m.bias), std::pair(tensors.gate, &m.gate)}) {
         Result<const uint16_t *> halves = read_halves(sidecar, tensor, next);
         if (!halves.ok()) return halves.status();
         *to = halves.value();
@@ -86,15 +83,13 @@ Status read_layer(const Sidecar &sidecar, const LoreTensors &tensors, std::byte 
     std::vector<float> output;
     std::vector<float> sensitivity;
     for (const auto &[tensor, to] :
-         {std::pair(tensors.shared, &out.shared), std::pair(tensors.offset, &out.offset),
-          std::pair(tensors.error, &out.error), std::pair(tensors.norm, &out.norm),
-          std::pair(tensors.output, &output), std::pair(tensors.sensitivity, &sensitivity)}) {
-        Result<std::vector<float>> values =
-            read_numbers(sidecar, tensor, to == &out.shared || to == &out.offset);
+         {std::pair(tensors.offset, &out.offset), std::pair(tensors.error, &out.error),
+          std::pair(tensors.norm, &out.norm), std::pair(tensors.output, &output),
+          std::pair(tensors.sensitivity, &sensitivity)}) {
+        Result<std::vector<float>> values = read_numbers(sidecar, tensor, to == &out.offset);
         if (!values.ok()) return values.status();
         *to = values.take();
     }
-    m.shared = out.shared.empty() ? nullptr : out.shared.data(); // survives moves of the layer
     m.offset = out.offset.empty() ? nullptr : out.offset.data();
     if (out.error.empty()) out.error.assign(static_cast<size_t>(out.shape.n_expert), 1.0F);
     out.output = output.empty() ? 0.0F : output.front();
@@ -132,7 +127,7 @@ Result<std::shared_ptr<const SurrogateSet>> SurrogateSet::load(const std::filesy
         set->path_ = path.string();
         uint64_t bytes = 0;
         for (const LoreTensors &t : found.value()) {
-            for (const GgufTensor *part : {t.a, t.b, t.gate, t.bias, t.base_a, t.base_b}) bytes += room(part);
+            for (const GgufTensor *part : {t.a, t.b, t.gate, t.bias}) bytes += room(part);
         }
         set->memory_ = Mapping(Mapping::Kind::memory, bytes);
         if (!set->memory_) throw std::bad_alloc();

@@ -23,14 +23,12 @@ namespace spice {
 struct SurrogateLayer {
     LoreShape shape;                     ///< n_expert 0: the group has none
     compute::SurrogateMatrices matrices; ///< into the set's memory
-    std::vector<float> shared;
     std::vector<float> offset;
     std::vector<float> error; ///< relative squared error of each expert's stand-in; 1 where not measured
     std::vector<float> norm;  ///< mean square norm of each expert's output; empty: not measured
     float output = 0.0F;      ///< mean square norm of the layer's routed output; 0: not measured
     float sensitivity = 0.0F; ///< nats of KL per unit of relative output error power; 0: not measured
     [[nodiscard]] bool any() const { return shape.n_expert > 0; }
-    [[nodiscard]] bool needs_shared() const { return !shared.empty(); }
     [[nodiscard]] bool calibrated() const { return !norm.empty() && output > 0.0F && sensitivity > 0.0F; }
     /// Expected squared error of a row's output, relative to its mean square, when the expert is replaced;
     /// 0 where not measured. What a row without the expert loses stands for `base`, which was not measured.

@@ -29,9 +29,6 @@ constexpr PartRule k_parts[] = {
     {"gate", &LoreTensors::gate, GGML_TYPE_F16},
     {"offset", &LoreTensors::offset, GGML_TYPE_F32},
     {"bias", &LoreTensors::bias, GGML_TYPE_F16},
-    {"shared", &LoreTensors::shared, GGML_TYPE_F32},
-    {"base_a", &LoreTensors::base_a, GGML_TYPE_F16},
-    {"base_b", &LoreTensors::base_b, GGML_TYPE_F16},
     {"error", &LoreTensors::error, GGML_TYPE_F32},
     {"norm", &LoreTensors::norm, GGML_TYPE_F32},
     {"output", &LoreTensors::output, GGML_TYPE_F32},
@@ -53,9 +50,6 @@ std::string misfit(const LoreTensors &lore) {
     const LoreShape &m = lore.shape;
     const std::string layer = "layer " + std::to_string(m.layer);
     if ((lore.a == nullptr) != (lore.b == nullptr)) return layer + " has one of the parts a and b alone";
-    if ((lore.base_a == nullptr) != (lore.base_b == nullptr)) {
-        return layer + " has one of the parts base_a and base_b alone";
-    }
     std::string found;
     const auto check = [&](const GgufTensor *tensor, std::array<int64_t, 3> wanted) {
         if (tensor == nullptr || !found.empty()) return;
@@ -65,24 +59,19 @@ std::string misfit(const LoreTensors &lore) {
                 shape_text(whole);
     };
     const int64_t rank = lore.rank();
-    const int64_t base = lore.base_rank();
     check(lore.a, {m.n_in, rank, m.n_expert});
     check(lore.b, {m.n_out, rank, m.n_expert});
     check(lore.gate, {m.n_in, lore.gated(), m.n_expert});
     check(lore.offset, {rank, m.n_expert, 1});
     check(lore.bias, {m.n_out, m.n_expert, 1});
-    check(lore.shared, {m.n_expert, 1, 1});
-    check(lore.base_a, {m.n_in, base, 1});
-    check(lore.base_b, {m.n_out, base, 1});
     check(lore.error, {m.n_expert, 1, 1});
     check(lore.norm, {m.n_expert, 1, 1});
     check(lore.output, {1, 1, 1});
     check(lore.sensitivity, {1, 1, 1});
     if (!found.empty()) return found;
     if (lore.gated() > rank) return layer + " has more rows in gate than in a";
-    if (std::max(rank, base) > k_max_rank) {
-        return layer + " has a rank of " + std::to_string(std::max(rank, base)) + ", above " +
-               std::to_string(k_max_rank);
+    if (rank > k_max_rank) {
+        return layer + " has a rank of " + std::to_string(rank) + ", above " + std::to_string(k_max_rank);
     }
     return {};
 }

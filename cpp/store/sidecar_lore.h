@@ -29,16 +29,12 @@ struct LoreTensors {
     const GgufTensor *gate = nullptr;        ///< [n_in, gated, n_expert] F16, gated <= rank
     const GgufTensor *offset = nullptr;      ///< [rank, n_expert] F32
     const GgufTensor *bias = nullptr;        ///< [n_out, n_expert] F16
-    const GgufTensor *shared = nullptr;      ///< [n_expert] F32
-    const GgufTensor *base_a = nullptr;      ///< [n_in, base rank] F16
-    const GgufTensor *base_b = nullptr;      ///< [n_out, base rank] F16
     const GgufTensor *error = nullptr;       ///< [n_expert] F32
     const GgufTensor *norm = nullptr;        ///< [n_expert] F32
     const GgufTensor *output = nullptr;      ///< [1] F32
     const GgufTensor *sensitivity = nullptr; ///< [1] F32
     [[nodiscard]] int64_t rank() const { return a == nullptr ? 0 : a->shape[1]; }
     [[nodiscard]] int64_t gated() const { return gate == nullptr ? 0 : gate->shape[1]; }
-    [[nodiscard]] int64_t base_rank() const { return base_a == nullptr ? 0 : base_a->shape[1]; }
 };
 
 /// Those of every layer that has any, by layer. Their pointers live as long as the sidecar.

@@ -47,30 +47,26 @@ double value(uint16_t half) {
 
 /// One layer's stand-ins, a batch, and where its results go.
 struct Case {
-    int64_t n_in, n_out, rank, base_rank, n_gated;
+    int64_t n_in, n_out, rank, n_gated;
     int32_t n_expert;
     SurrogateActivation activation;
-    Halves a, b, gate, bias, base_a, base_b;
-    Floats shared, offset;
-    std::vector<Floats> h, s;
+    Halves a, b, gate, bias;
+    Floats offset;
+    std::vector<Floats> h;
     std::vector<std::vector<int32_t>> experts; // of each row
     std::vector<std::vector<Floats>> y;
 
-    Case(Random &random, int64_t n_in, int64_t n_out, int64_t rank, int64_t base_rank, int64_t n_rows)
-        : n_in(n_in), n_out(n_out), rank(rank), base_rank(base_rank), n_gated(random.between(0, rank)),
-          n_expert(5), activation(static_cast<SurrogateActivation>(random.between(0, 2))) {
+    Case(Random &random, int64_t n_in, int64_t n_out, int64_t rank, int64_t n_rows)
+        : n_in(n_in), n_out(n_out), rank(rank), n_gated(random.between(0, rank)), n_expert(5),
+          activation(static_cast<SurrogateActivation>(random.between(0, 2))) {
         const auto n = [](int64_t x, int64_t y) { return static_cast<size_t>(x * y); };
         a = random.halves(n(n_expert * rank, n_in));
         b = random.halves(n(n_expert * rank, n_out));
         gate = random.halves(n(n_expert * n_gated, n_in));
         offset = random.floats(n(n_expert, rank));
         bias = random.halves(n(n_expert, n_out));
-        base_a = random.halves(n(base_rank, n_in));
-        base_b = random.halves(n(base_rank, n_out));
-        shared = random.floats(static_cast<size_t>(n_expert));
         for (int64_t r = 0; r < n_rows; ++r) {
             h.push_back(random.floats(static_cast<size_t>(n_in)));
-            s.push_back(random.floats(static_cast<size_t>(n_out)));
             auto &chosen = experts.emplace_back();
             for (int32_t e = 0; e < n_expert; ++e) {
                 if (random.between(0, 1) == 1) chosen.push_back(e);
@@ -83,17 +79,13 @@ struct Case {
         return {.n_in = n_in,
                 .n_out = n_out,
                 .rank = rank,
-                .base_rank = base_rank,
                 .n_gated = n_gated,
                 .activation = activation,
                 .a = a.data(),
                 .b = b.data(),
                 .gate = gate.data(),
                 .offset = offset.data(),
-                .bias = bias.data(),
-                .shared = shared.data(),
-                .base_a = base_a.data(),
-                .base_b = base_b.data()};
+                .bias = bias.data()};
     }
 
     /// The format's definition in doubles.
@@ -109,9 +101,7 @@ struct Case {
         const auto at = [&](const Halves &rows, int64_t r) {
             return value(rows[static_cast<size_t>(r * n_out + c)]);
         };
-        double sum = at(bias, e) +
-                     static_cast<double>(shared[static_cast<size_t>(e)]) * s[row][static_cast<size_t>(c)];
-        for (int64_t r = 0; r < base_rank; ++r) sum += dot(base_a, r) * at(base_b, r);
+        double sum = at(bias, e);
         if (kind == SurrogateKind::base) return sum;
         for (int64_t r = 0; r < rank; ++r) {
             double z = dot(a, e * rank + r);
@@ -134,7 +124,7 @@ struct Case {
         job.kind = kind;
         for (size_t r = 0; r < h.size(); ++r) {
             if (experts[r].empty()) continue;
-            job.rows.push_back({h[r].data(), s[r].data(), static_cast<uint32_t>(job.pairs.size()),
+            job.rows.push_back({h[r].data(), static_cast<uint32_t>(job.pairs.size()),
                                 static_cast<uint32_t>(experts[r].size())});
             for (size_t i = 0; i < experts[r].size(); ++i) {
                 std::ranges::fill(y[r][i], NAN);
@@ -177,7 +167,7 @@ TEST(every_instruction_set_gives_what_a_plain_loop_gives) {
     for (int round = 0; round < 40; ++round) {
         // Widths around the vectors' and the blocks', ranks around the four rows that are read at a time.
         Case it(random, random.between(1, 300), random.between(1, 600), random.between(0, 19),
-                random.between(0, 9), random.between(1, 6));
+                random.between(1, 6));
         for (const SurrogateKernels &kernels : surrogate_kernels()) {
             for (const auto kind : {SurrogateKind::drop, SurrogateKind::base, SurrogateKind::full}) {
                 it.run(kernels, kind, 1 + round % 3);
@@ -190,7 +180,7 @@ TEST(every_instruction_set_gives_what_a_plain_loop_gives) {
 
 TEST(results_do_not_depend_on_the_number_of_threads) {
     Random random(2);
-    Case it(random, 256, 2048, 32, 8, 1);
+    Case it(random, 256, 2048, 32, 1);
     it.experts.front() = {0, 2, 4};
     it.y.front().assign(3, Floats(2048));
     for (const SurrogateKernels &kernels : surrogate_kernels()) {
@@ -203,14 +193,14 @@ TEST(results_do_not_depend_on_the_number_of_threads) {
 
 TEST(absent_parts_are_zero) {
     Random random(3);
-    Case it(random, 33, 47, 0, 0, 3);
+    Case it(random, 33, 47, 0, 3);
     it.experts = {{1}, {}, {0, 3}};
     it.y = {{Floats(47)}, {}, {Floats(47), Floats(47)}};
     for (const SurrogateKernels &kernels : surrogate_kernels()) {
         SurrogateJob job;
         job.matrices = {.n_in = 33, .n_out = 47};
         job.kernels = &kernels;
-        job.rows.push_back({it.h[0].data(), nullptr, 0, 1});
+        job.rows.push_back({it.h[0].data(), 0, 1});
         job.pairs.push_back({1, it.y[0][0].data()});
         std::ranges::fill(it.y[0][0], NAN);
         run_down(job);

@@ -14,7 +14,6 @@ using namespace spice;
 namespace {
 
 constexpr int64_t k_rank = 3;
-constexpr int64_t k_base = 2;
 constexpr int64_t k_gated = 2;
 constexpr int64_t k_n = test::k_experts;
 constexpr int64_t k_w = test::k_width;
@@ -31,9 +30,6 @@ test::GgufBuilder good_sidecar(const std::string &print, const std::string &acti
     b.tensor("lore.0.gate", {k_w, k_gated, k_n}, GGML_TYPE_F16);
     b.tensor("lore.0.offset", {k_rank, k_n});
     b.tensor("lore.0.bias", {k_w, k_n}, GGML_TYPE_F16);
-    b.tensor("lore.0.shared", {k_n});
-    b.tensor("lore.0.base_a", {k_w, k_base}, GGML_TYPE_F16);
-    b.tensor("lore.0.base_b", {k_w, k_base}, GGML_TYPE_F16);
     b.tensor("lore.0.error", {k_n});
     b.tensor("lore.0.norm", {k_n});
     b.tensor("lore.0.output", {1});
@@ -97,14 +93,11 @@ TEST(a_good_file_is_read_into_memory) {
     const SurrogateSet &set = *use->surrogates();
     CHECK_EQ(set.n_layers(), 2);
     CHECK_EQ(set.rank(), k_rank);
-    CHECK(set.bytes() >=
-          static_cast<uint64_t>(2 * (2 * k_w * k_rank * k_n + 2 * k_w * k_n + 2 * k_w * k_base)));
+    CHECK(set.bytes() >= static_cast<uint64_t>(2 * (2 * k_w * k_rank * k_n + 2 * k_w * k_n)));
     const SurrogateLayer &layer = set.layer(0);
-    CHECK(layer.calibrated() && layer.needs_shared() && set.calibrated());
+    CHECK(layer.calibrated() && set.calibrated());
     CHECK_EQ(layer.matrices.n_in, k_w);
-    CHECK_EQ(layer.matrices.base_rank, k_base);
     CHECK_EQ(ggml_fp16_to_fp32(layer.matrices.b[9]), 1.5F);
-    CHECK_EQ(layer.matrices.shared[3], 3.5F);
     CHECK_EQ(layer.matrices.n_gated, k_gated);
     CHECK(layer.matrices.activation == compute::SurrogateActivation::gelu);
     CHECK_EQ(ggml_fp16_to_fp32(layer.matrices.gate[10]), 2.5F);
@@ -113,7 +106,7 @@ TEST(a_good_file_is_read_into_memory) {
     CHECK_EQ(layer.error_power(2, 0.5F, compute::SurrogateKind::full), 0.25 * 2.5 * 2.5 / 0.5);
     CHECK_EQ(layer.error_power(2, 0.5F, compute::SurrogateKind::drop), 0.25 * 2.5 / 0.5);
     const SurrogateLayer &bare = set.layer(1);
-    CHECK(bare.any() && !bare.calibrated() && !bare.needs_shared());
+    CHECK(bare.any() && !bare.calibrated());
     CHECK(bare.matrices.a == nullptr && bare.matrices.bias != nullptr);
     CHECK_EQ(bare.error_power(0, 1.0F, compute::SurrogateKind::full), 0.0);
     CHECK(!use->on());
@@ -137,8 +130,6 @@ TEST(what_does_not_fit_is_refused) {
     refused("'lore.0.b' has the shape", shape("lore.0.b", {k_w, k_rank + 1, k_n}));
     refused("'lore.0.b' has the shape", shape("lore.0.b", {k_w, k_rank, k_n + 1}));
     refused("'lore.0.bias' has the shape", shape("lore.0.bias", {k_w, k_n - 1}));
-    refused("'lore.0.shared' has the shape", shape("lore.0.shared", {k_n + 1}));
-    refused("'lore.0.base_b' has the shape", shape("lore.0.base_b", {k_w, k_base + 1}));
     refused("'lore.0.norm' has the shape", shape("lore.0.norm", {1}));
     refused("'lore.0.output' has the shape", shape("lore.0.output", {2}));
     refused("'lore.0.offset' has the shape", shape("lore.0.offset", {k_rank - 1, k_n}));
@@ -152,7 +143,6 @@ TEST(what_does_not_fit_is_refused) {
         return [=](test::GgufBuilder &b) { b.at(name).name = to; };
     };
     refused("a and b alone", rename("lore.0.b", "other.0.b"));
-    refused("base_a and base_b alone", rename("lore.0.base_a", "other"));
     refused("names no layer", rename("lore.1.bias", "lore.2.bias"));
     refused("names no layer", rename("lore.1.bias", "lore.-1.bias"));
     refused("names no layer", rename("lore.1.bias", "lore.x"));
@@ -171,9 +161,8 @@ TEST(what_does_not_fit_is_refused) {
 
 TEST(numbers_that_are_none_are_refused) {
     const Fixture f;
-    for (const auto &[name, value] :
-         {std::pair("lore.0.a", NAN), std::pair("lore.0.base_b", INFINITY), std::pair("lore.0.shared", NAN),
-          std::pair("lore.0.norm", -1.0F), std::pair("lore.0.error", INFINITY)}) {
+    for (const auto &[name, value] : {std::pair("lore.0.a", NAN), std::pair("lore.0.b", INFINITY),
+                                      std::pair("lore.0.norm", -1.0F), std::pair("lore.0.error", INFINITY)}) {
         const auto path = f.write(good_sidecar(f.print));
         const GgufModel model = GgufModel::open(path).take();
         const GgufTensor &tensor = *model.find(name);

@@ -42,11 +42,6 @@ class Weights:
             gate, up = (self[f"{b}ffn_{p}_exps.weight"][expert] @ h for p in ("gate", "up"))
         return self[b + "ffn_down_exps.weight"][expert] @ _swiglu(gate, up)
 
-    def shared(self, layer: int, h: Floats) -> Floats:
-        """What the shared expert's down projection gives for h, before a gate of its own."""
-        gate, up, down = (self[f"blk.{layer}.ffn_{p}_shexp.weight"] for p in ("gate", "up", "down"))
-        return down @ _swiglu(gate @ h, up @ h)
-
 
 def _swiglu(gate: Floats, up: Floats) -> Floats:
     return gate / (1 + np.exp(-gate)) * up
@@ -57,8 +52,6 @@ def random_lore(
     *,
     rank: int = 4,
     gated: int = 0,
-    base_rank: int = 0,
-    shared: bool = False,
     layers: Iterable[int] | None = None,
     size: float = 1.0,
     seed: int = 0,
@@ -79,10 +72,6 @@ def random_lore(
             out[p + "offset"] = rng.standard_normal((n, rank)).astype(np.float32)
         if gated:
             out[p + "gate"] = halves(n, gated, width_in)
-        if base_rank:
-            out[p + "base_a"], out[p + "base_b"] = halves(base_rank, width_in), halves(base_rank, width)
-        if shared:
-            out[p + "shared"] = rng.standard_normal(n).astype(np.float32)
         out[p + "bias"] = halves(n, width)
         out[p + "error"] = rng.uniform(0.1, 0.9, n).astype(np.float32)
         out[p + "norm"] = rng.uniform(0.5, 2.0, n).astype(np.float32)
@@ -107,19 +96,14 @@ def stand_in(
 
     y = np.zeros(weights[f"blk.{layer}.ffn_down_exps.weight"].shape[1], np.float32)
     a, b, gate, offset, bias = map(part, ("a", "b", "gate", "offset", "bias"))
-    base_a, base_b, shared = map(part, ("base_a", "base_b", "shared"))
     if a is not None and b is not None:
         z = a[expert] @ h
         if gate is not None:
             g = gate[expert] @ h
             z[: len(g)] *= g / (1 + np.exp(-g))
         y += (z if offset is None else z + offset[expert]) @ b[expert]
-    if base_a is not None and base_b is not None:
-        y += (base_a @ h) @ base_b
     if bias is not None:
         y += bias[expert]
-    if shared is not None:
-        y += shared[expert] * weights.shared(layer, h)
     return y
 
 

@@ -27,7 +27,7 @@ def model(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tiny_model("qwen2moe", layers=3, expert_type="Q4_K", experts=16, used=4, seed=1)
     path = tmp_path_factory.mktemp("lore") / "m.gguf"
     shutil.copy(made, path)
-    write_lore(path, path.with_name("m.spice.gguf"), random_lore(Weights(path), rank=8, shared=True))
+    write_lore(path, path.with_name("m.spice.gguf"), random_lore(Weights(path), rank=8))
     return path
 
 
