@@ -73,7 +73,7 @@ def run(model: str, tokens: Sequence[int], name: str, vram: str, **options: Any)
         seconds = time.perf_counter() - started
         stats = llm.spice.stats()
         ids: dict[int, list[Any]] = {}
-        for layer, _, chosen in core.take_capture():
+        for layer, _, chosen, *_ in core.take_capture():
             ids.setdefault(layer, []).append(chosen)
         core.stop_capture()
     routing = np.stack([np.concatenate(ids[layer]) for layer in sorted(ids)])

@@ -205,11 +205,11 @@ TEST(a_layer_without_a_router_is_looked_past) {
             LayerCall call;
             CHECK(call.begin(*engine, layer, ids).ok());
             engine->predict(layer,
-                           {.data = reinterpret_cast<const std::byte *>(hidden.data()),
-                            .stride = static_cast<int64_t>(sizeof(float)) * test::k_width,
-                            .n_embd = test::k_width,
-                            .n_tokens = 1},
-                           ids);
+                            {.data = reinterpret_cast<const std::byte *>(hidden.data()),
+                             .stride = static_cast<int64_t>(sizeof(float)) * test::k_width,
+                             .n_embd = test::k_width,
+                             .n_tokens = 1},
+                            ids);
         }
     }
     const spice::PrefetchCounters c = engine->counters().prefetch;
