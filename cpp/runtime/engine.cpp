@@ -303,7 +303,7 @@ int32_t Engine::n_absent(int32_t group_id, std::span<const float> chances, float
     const Group &group = groups_[static_cast<size_t>(group_id)];
     int32_t n = 0;
     for (size_t e = 0; e < static_cast<size_t>(group.n_expert); ++e) {
-        n += chances[e] >= least && group.slabs[e].slot < 0 ? 1 : 0;
+        n += chances[e] >= least && !is_placed(group_id, static_cast<int32_t>(e)) ? 1 : 0;
     }
     return n;
 }
@@ -345,12 +345,16 @@ void Engine::evict(SizeClass &cls, policy::SlabId id) {
     cls.eviction->on_evict(id);
 }
 
+bool Engine::is_placed(int32_t group, int32_t expert) const {
+    if (groups_[static_cast<size_t>(group)].slabs[static_cast<size_t>(expert)].slot >= 0) return true;
+    const DeviceTier *owner = device(group);
+    return owner != nullptr && owner->has(group, expert);
+}
+
 bool Engine::prefetch(Group &group, int32_t expert, policy::Evictable may_leave) {
     Slab &slab = group.slabs[static_cast<size_t>(expert)];
     const auto index = static_cast<int32_t>(&group - groups_.data());
-    const DeviceTier *owner = device(index);
-    if (owner != nullptr && owner->has(index, expert)) return false; // it will not be needed here
-    if (slab.slot >= 0 || !give_slot(group, expert, may_leave)) return false;
+    if (is_placed(index, expert) || !give_slot(group, expert, may_leave)) return false;
     slab.ahead = true;
     for (size_t part = 0; part < group.parts.size(); ++part) {
         request(group, expert, part, Priority::prefetch);

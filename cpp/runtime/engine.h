@@ -244,7 +244,7 @@ class Engine {
     [[nodiscard]] uint64_t slab_bytes(int32_t group) const;
     [[nodiscard]] LinkSize link_size(int32_t group) const;
     [[nodiscard]] Counters prefetch_bytes() const; ///< the counters alone
-    /// Experts of the group that have no slot and at least that chance.
+    /// Experts of the group that are nowhere and have at least that chance.
     [[nodiscard]] int32_t n_absent(int32_t group, std::span<const float> chances, float least) const;
     [[nodiscard]] bool some_missing() const; ///< some expert is not in memory
     void build_groups();
@@ -257,6 +257,8 @@ class Engine {
     [[nodiscard]] bool give_slot(Group &group, int32_t expert) {
         return give_slot(group, expert, [](policy::SlabId) { return true; });
     }
+    /// In memory, on its device, or on its way to either.
+    [[nodiscard]] bool is_placed(int32_t group, int32_t expert) const;
     /// Queues the slab's reads behind all demand reads. False: it is there, or nothing may leave for it.
     bool prefetch(Group &group, int32_t expert, policy::Evictable may_leave);
     /// Takes back a prefetch none of whose reads has begun.

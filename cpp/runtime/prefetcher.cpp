@@ -260,7 +260,7 @@ double Prefetcher::act(int32_t group, int32_t depth) {
     planner_->begin();
     const auto present = [&](policy::SlabId id) {
         const Engine::Group &owner = engine_.groups_[static_cast<size_t>(id.group)];
-        return id.expert >= owner.n_expert || owner.slabs[static_cast<size_t>(id.expert)].slot >= 0;
+        return id.expert >= owner.n_expert || engine_.is_placed(id.group, id.expert);
     };
     for (int32_t horizon = 1; horizon <= depth; ++horizon) {
         const int32_t to = target(group, horizon);
