@@ -21,7 +21,8 @@ def test_vs_stock(tiny_model) -> None:
     assert report["results"].keys() == {"prefill 64", "prefill 256", "decode", "load"}
     assert all(result["ratio"] > 0 for result in report["results"].values())
     assert report["identical"]
-    assert report["counters"]["bytes_read"] == 0, "experts are warm in the counted rounds"
+    # Not bytes_read: what was read ahead in vain may still be on its way.
+    assert report["counters"]["experts_missed"] == 0, "experts are warm in the counted rounds"
     assert report["counters"]["layer_calls"] == 3 * 2 * (1 + 1 + 1 + 4)
     assert report["load"]["expert_bytes_read"] == 0
     assert report["load"]["file_bytes_read"] < report["bytes"]
