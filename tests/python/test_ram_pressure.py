@@ -47,7 +47,7 @@ def test_all_sides_and_their_rooflines(path: Path) -> None:
         assert limit["bound"] in ("disk", "memory")
         assert limit["share"] > 0
     assert [prompt["tokens"] for prompt in spice["prefill"]] == [8, 8, 16]
-    assert report["in_memory"]["decode"]["counters"]["experts_missed"] == 0, "all was read before it was counted"
+    assert report["in_memory"]["decode"]["counters"]["experts_missed"] == 0, "all was read before"
 
 
 def test_words(path: Path) -> None:
