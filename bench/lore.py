@@ -17,12 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-PROMPT = 16
 
 
 def write_random(model: Path, path: Path, rank: int) -> None:
@@ -61,6 +58,7 @@ def write_random(model: Path, path: Path, rank: int) -> None:
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """One run, in a process of its own: seconds and counters of the counted tokens."""
+    from decoding import PROMPT, decode, read_text
     from spice_moe import Llama
 
     setting = job["setting"]
@@ -77,15 +75,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     if options and not auto:
         llm.spice._core.use_lore(max_share=float(setting), max_mass=1.0, max_confidence=1.0)
-    text = llm.tokenize(Path(job["text"]).read_bytes(), add_bos=True)[:n_tokens]
-    llm.eval(text[:PROMPT])
-    for token in text[PROMPT : PROMPT + job["warm"]]:
-        llm.eval([token])
-    llm.spice.reset_stats()
-    started = time.perf_counter()
-    for token in text[PROMPT + job["warm"] :]:
-        llm.eval([token])
-    seconds = time.perf_counter() - started
+    text = read_text(llm, job["text"], n_tokens)
+    seconds, _ = decode(llm, text, job["warm"], job["decode"], start=llm.spice.reset_stats)
     counters = llm.spice.stats()
     plan = counters.pop("plan")
     llm.close()
