@@ -4,9 +4,12 @@ Runs, each in a fresh process: stock llama.cpp with all experts on the CPU; stoc
 on the GPU as fit (`n_cpu_moe` as small as it loads); SPICE with each placement strategy. Everything else is
 on the GPU in all of them. Prefill of real text, then decode of real text token by token (warm-up first),
 because routing decides what such a benchmark says. `--emulate` uses the emulated accelerator with the given
-speeds.
+speeds, and `--like PRESET` one in the proportions of that machine (device_like.py): for a model that
+`models/synth.py --like NAME --thin` made, with every expert in memory, those on the device at first that
+another part of the text used most.
 
-The JSON has the resolved configuration (SPICE's plan, the versions, the arguments) beside the figures.
+A placement can be written STRATEGY:PLACEMENT, `lru:all-fetch` for instance. The JSON has the resolved
+configuration (SPICE's plan, the versions, the arguments) beside the figures.
 """
 
 from __future__ import annotations
@@ -18,10 +21,20 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.device_like import describe as describe_like
+from bench.device_like import likeness
+
 WORKER = Path(__file__).with_name("device_worker.py")
+#: What `--like` compares: the default, and the choices that a table of offloading policies has.
+LIKE_PLACEMENTS = ["spice", "static", "lru:all-fetch", "on-demand:all-fetch", "all-host"]
+DEVICE_MEMORY = 1 << 40  #: of which the budget takes what it is given
+LEARNED = 256  #: tokens of the text's end from which the most used experts are known
 
 
 def run(job: dict[str, Any]) -> dict[str, Any] | None:
@@ -47,9 +60,9 @@ def best_n_cpu_moe(job: dict[str, Any], layers: int) -> tuple[int, dict[str, Any
     return best
 
 
-def describe(label: str, report: dict[str, Any], decode: int) -> str:
-    """One line of a run."""
-    parts = [f"{label:28} decode {1000 * report['decode_seconds'] / decode:8.2f} ms/token"]
+def describe(label: str, report: dict[str, Any], decode: int, factor: float = 1.0) -> str:
+    """One line of a run, with times as on a machine that is faster by the factor."""
+    parts = [f"{label:28} decode {1000 * report['decode_seconds'] / decode / factor:8.2f} ms/token"]
     parts += [f"prefill {n} {int(n) / s:7.1f} t/s" for n, s in report["prefill"].items()]
     if counters := report.get("counters"):
         needed = counters["experts_requested"]
@@ -61,6 +74,9 @@ def describe(label: str, report: dict[str, Any], decode: int) -> str:
             f"{counters['upload_bytes'] / decode / 1e6:6.1f} MB/token up, "
             f"link busy {100 * utilisation:4.1f} %"
         )
+    if factor != 1.0:
+        late = report["device"]["late_seconds"] / report["decode_seconds"]
+        parts.append(f"attention later than the device's by {100 * late:.1f} % of the time")
     if report["joules"]:
         parts.append(" ".join(f"{name} {j / decode:.2f} J/token" for name, j in report["joules"].items()))
     return "  ".join(parts)
@@ -92,25 +108,35 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vram", nargs="*", default=["auto"], metavar="SIZE", help="vram_budget of SPICE runs"
     )
     parser.add_argument("--ram", default="auto", metavar="SIZE", help="ram_budget of SPICE runs")
-    parser.add_argument("--placements", nargs="*", default=list(placements()), metavar="NAME")
+    parser.add_argument("--placements", nargs="*", metavar="[STRATEGY:]NAME", help="default: all")
     parser.add_argument("--no-stock", action="store_true", help="SPICE alone")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
-    parser.add_argument("--prefills", nargs="*", type=int, default=[256], metavar="N")
+    parser.add_argument("--prefills", nargs="*", type=int, metavar="N", help="default: 256, with --like none")
     parser.add_argument(
         "--warm", type=int, default=64, metavar="N", help="decoded tokens before the counted ones"
     )
     parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores, with --like one")
     parser.add_argument(
         "--timeline", type=Path, metavar="FOLDER", help="write a timeline of each SPICE run there"
     )
-    parser.add_argument(
+    emulated = parser.add_mutually_exclusive_group()
+    emulated.add_argument(
+        "--like", metavar="PRESET", help="the GPU of a machine that `spice-sim` knows, slowed down"
+    )
+    emulated.add_argument(
         "--emulate",
         metavar="JSON",
         help='the emulated accelerator with these settings: {"upload_per_second": 12e9, "memory_bytes": ...}',
     )
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.placements is None:
+        args.placements = LIKE_PLACEMENTS if args.like else list(placements())
+    if args.prefills is None:
+        args.prefills = [] if args.like else [256]
+    args.threads = args.threads or (1 if args.like else os.cpu_count() or 1)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,21 +145,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.model.exists():
         print(f"no such file: {args.model}", file=sys.stderr)
         return 3
-    from spice_moe import _core
+    from spice_moe import SpiceError, _core
 
     core = _core.Model(str(args.model))
-    layers = core.summary()["n_layers"]
+    summary = core.summary()
     core.close()
+    layers = summary["n_layers"]
     common = dict(model=str(args.model), threads=args.threads, text=str(args.text), prefills=args.prefills,
-                  warm=args.warm, decode=args.decode,
+                  warm=args.warm, decode=args.decode, vram="0", ram=args.ram, placement="spice",
                   emulate=json.loads(args.emulate) if args.emulate else None)  # fmt: skip
+    factor = 1.0
+    if args.like:
+        try:
+            like = likeness(args.like, summary["expert_bytes_by_type"], DEVICE_MEMORY)
+        except (SpiceError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        factor = like.factor
+        common |= dict(emulate=asdict(like.speed))
+        common |= dict(fill=run(common | dict(kind="learn", label="learning", decode=LEARNED))["experts"])
+        print(describe_like(like), file=sys.stderr)
     results: list[dict[str, Any]] = []
 
     def keep(label: str, report: dict[str, Any] | None, **settings: Any) -> None:
         results.append({"label": label, **settings, "report": report})
         if not args.json:
-            text = f"{label:28} did not load" if report is None else describe(label, report, args.decode)
-            print(text, flush=True)
+            failed = f"{label:28} did not load"
+            print(failed if report is None else describe(label, report, args.decode, factor), flush=True)
 
     if not args.no_stock:
         stock = common | dict(kind="stock", label="stock, experts on CPU")
@@ -144,10 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for vram in args.vram:
         for placement in args.placements:
             label = f"SPICE {placement}" + (f" {vram}" if len(args.vram) > 1 else "")
-            job = common | dict(kind="spice", label=label, vram=vram, ram=args.ram, placement=placement)
+            strategy, _, name = placement.rpartition(":")
+            job = common | dict(kind="spice", label=label, vram=vram, placement=name, strategy=strategy)
             if args.timeline:
                 args.timeline.mkdir(exist_ok=True)
-                job["timeline"] = str(args.timeline / f"{placement}-{vram.replace('%', '')}.json")
+                file = f"{placement}-{vram}.json".replace(":", "-").replace("%", "")
+                job["timeline"] = str(args.timeline / file)
             keep(label, run(job), vram=vram, placement=placement)
     tokens = [r["report"]["best"] for r in results if r["report"] is not None]
     same = all(ids == tokens[0] for ids in tokens)
@@ -157,13 +197,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 {
                     "arguments": {k: str(v) for k, v in vars(args).items()},
                     "versions": versions(),
+                    "factor": factor,
                     "results": results,
                     "same_tokens": same,
                 },
                 indent=2,
             )
         )
-    else:
+    elif not args.like:  # there the experts on the device give zeros
         print(f"most likely tokens {'the same in all runs' if same else 'DIFFER'}")
     return 0
 

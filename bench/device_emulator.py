@@ -34,6 +34,7 @@ class Settings(ctypes.Structure):
         ("pageable_speed", ctypes.c_double),
         ("compute_slowdown", ctypes.c_double),
         ("launch_seconds", ctypes.c_double),
+        ("expert_bytes_per_second", ctypes.c_double),
         ("threads", ctypes.c_int32),
     ]
 
@@ -53,6 +54,7 @@ class Counters(ctypes.Structure):
         ("upload_busy_seconds", ctypes.c_double),
         ("download_busy_seconds", ctypes.c_double),
         ("compute_busy_seconds", ctypes.c_double),
+        ("late_seconds", ctypes.c_double),
         ("memory_used", ctypes.c_uint64),
         ("memory_peak", ctypes.c_uint64),
         ("pinned_used", ctypes.c_uint64),
@@ -71,6 +73,7 @@ class Speed:
     pageable_speed: float = 1.0
     compute_slowdown: float = 1.0
     launch_seconds: float = 0.0
+    expert_bytes_per_second: float = 0.0
     threads: int = 1
 
 

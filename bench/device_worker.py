@@ -14,6 +14,8 @@ from decoding import PROMPT, decode, read_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.device_like import everything, fill
+
 
 class _Override(ctypes.Structure):
     """``struct llama_model_tensor_buft_override`` of llama.h."""
@@ -74,6 +76,8 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
         verbose=False,
         seed=1,
     )
+    if job["kind"] == "learn":
+        job = job | dict(vram="0", placement="")
     if job["kind"] == "stock":
         return StockWithExpertsOnCpu(job["model"], job["n_cpu_moe"], **options)
     from spice_moe import Llama
@@ -83,6 +87,8 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
         ram_budget=job["ram"],
         vram_budget=job["vram"],
         placement=job["placement"],
+        strategy=job.get("strategy") or None,
+        preload="fill" not in job,
         timeline=job.get("timeline"),
         **options,
     )
@@ -106,6 +112,13 @@ def main() -> int:
     report: dict[str, Any] = {"load_seconds": time.perf_counter() - started, "prefill": {}}
     warm, counted = job["warm"], job["decode"]
     text = read_text(llm, job["text"], max([*job["prefills"], PROMPT + warm + counted]))
+    if job["kind"] == "learn":
+        decode(llm, text[-counted:], 0, counted - PROMPT)
+        print(json.dumps(dict(experts=everything(llm.spice._core.uses()))))  # type: ignore[attr-defined]
+        llm.close()
+        return 0
+    if "fill" in job and job["kind"] == "spice":
+        fill(llm.spice._core, job["fill"])  # type: ignore[attr-defined]
     for length in job["prefills"]:
         llm.reset()
         started = time.perf_counter()

@@ -15,7 +15,7 @@ int spice_emulator_configure(int index, const spice_emulator_settings *settings)
         settings->upload_per_second < 0.0 || settings->download_per_second < 0.0 ||
         settings->copy_latency_seconds < 0.0 || settings->launch_seconds < 0.0 ||
         settings->pageable_speed <= 0.0 || settings->pageable_speed > 1.0 ||
-        settings->compute_slowdown < 1.0) {
+        settings->compute_slowdown < 1.0 || settings->expert_bytes_per_second < 0.0) {
         return -1;
     }
     it->configure(*settings);

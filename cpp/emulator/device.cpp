@@ -50,7 +50,7 @@ void Device::free(void *address) {
 void Device::upload(std::byte *to, const void *from, size_t bytes, bool queued) {
     const spice_emulator_settings now = settings();
     const bool is_pinned = pinned(from);
-    std::memset(to, poison, bytes);
+    if (now.expert_bytes_per_second == 0.0) std::memset(to, poison, bytes);
     up_.transfer(bytes, now.upload_per_second * (is_pinned ? 1.0 : now.pageable_speed),
                  now.copy_latency_seconds);
     if (queued && bytes >= smallest_failure && fails(Failure::copy)) {
@@ -104,12 +104,13 @@ bool Device::pinned(const void *address) const {
     return at - it->first < it->second.bytes();
 }
 
-void Device::count_graph(uint64_t nodes, uint64_t matmul_ids, double seconds) {
+void Device::count_graph(uint64_t nodes, uint64_t matmul_ids, double seconds, double late_seconds) {
     const std::lock_guard lock(mutex_);
     counters_.graphs += 1;
     counters_.nodes += nodes;
     counters_.matmul_id_nodes += matmul_ids;
     counters_.compute_busy_seconds += seconds;
+    counters_.late_seconds += late_seconds;
 }
 
 spice_emulator_counters Device::counters() const {

@@ -46,7 +46,7 @@ class Device {
     void free_pinned(void *address);
     [[nodiscard]] bool pinned(const void *address) const;
 
-    void count_graph(uint64_t nodes, uint64_t matmul_ids, double seconds);
+    void count_graph(uint64_t nodes, uint64_t matmul_ids, double seconds, double late_seconds);
     [[nodiscard]] spice_emulator_counters counters() const;
     void reset_counters();
     void note_misuse(std::string what);
@@ -65,6 +65,7 @@ class Device {
                                          .pageable_speed = 1.0,
                                          .compute_slowdown = 1.0,
                                          .launch_seconds = 0.0,
+                                         .expert_bytes_per_second = 0.0,
                                          .threads = 1};
     std::array<uint64_t, 4> countdown_ = {}; ///< 0: not to fail
     std::atomic<bool> failed_copy_{false};

@@ -7,6 +7,11 @@
 // copy will overwrite holds NaN until the copy ends, and its source is read at the end: whoever does not wait
 // is seen.
 //
+// Its processors are the host's, so the time that its arithmetic takes says nothing about a device, and is
+// taken from the host's. For benchmarks `expert_bytes_per_second` leaves the products by experts out: they
+// are zero and take the time that a device of that speed needs, asleep. What routing reads must not depend on
+// them then.
+//
 // This is the C interface of the shared library (ctypes, tests). Register once per process; devices stay.
 // Thread: any. configure() holds for what is queued after it.
 #pragma once
@@ -28,7 +33,11 @@ typedef struct spice_emulator_settings {
     double pageable_speed;   /* share of the link's speed from and to memory that is not pinned, up to 1 */
     double compute_slowdown; /* 1: as fast as ggml-cpu; 3: three times its time */
     double launch_seconds;   /* added to every graph */
-    int32_t threads;         /* of ggml-cpu, for each stream */
+    /* 0: products by experts are computed. Else they are not: a graph takes launch_seconds and the bytes of
+       the experts' weights at this speed, or as long as computing the rest of it takes (late_seconds) if that
+       is more; nothing is poisoned. */
+    double expert_bytes_per_second;
+    int32_t threads; /* of ggml-cpu, for each stream */
 } spice_emulator_settings;
 
 typedef struct spice_emulator_counters {
@@ -38,6 +47,7 @@ typedef struct spice_emulator_counters {
     uint64_t graphs, nodes;
     uint64_t matmul_id_nodes; /* of nodes, products by experts */
     double upload_busy_seconds, download_busy_seconds, compute_busy_seconds;
+    double late_seconds; /* by which graphs took longer than the device would have */
     uint64_t memory_used, memory_peak, pinned_used;
 } spice_emulator_counters;
 

@@ -1,5 +1,7 @@
 #include "emulator/graph_copy.h"
 
+#include <algorithm>
+#include <cstring>
 #include <unordered_map>
 
 namespace spice::emulator {
@@ -20,9 +22,16 @@ bool is_name_only(const ggml_tensor *node) {
     }
 }
 
+/// Of a product by experts: those that its rows are routed to, all different or all there are.
+uint64_t weight_bytes(const ggml_tensor *product) {
+    const int64_t experts = std::min(ggml_nelements(product->src[2]), product->src[0]->ne[2]);
+    return static_cast<uint64_t>(experts) * product->src[0]->nb[2];
+}
+
 } // namespace
 
-std::unique_ptr<GraphCopy> GraphCopy::make(ggml_cgraph *graph, const DeviceMemory &memory, std::string &why) {
+std::unique_ptr<GraphCopy> GraphCopy::make(ggml_cgraph *graph, const DeviceMemory &memory,
+                                           bool without_experts, std::string &why) {
     auto copy = std::make_unique<GraphCopy>();
     const int n = ggml_graph_n_nodes(graph);
     copy->context_.reset(ggml_init({.mem_size = ggml_graph_overhead_custom(static_cast<size_t>(n) + 1, false),
@@ -56,7 +65,13 @@ std::unique_ptr<GraphCopy> GraphCopy::make(ggml_cgraph *graph, const DeviceMemor
             if (source != nullptr) source = copy_of(source);
         }
         ggml_graph_add_node(copy->graph_, twin);
-        copy->n_matmul_ids_ += node->op == GGML_OP_MUL_MAT_ID;
+        if (node->op != GGML_OP_MUL_MAT_ID) continue;
+        copy->n_matmul_ids_ += 1;
+        copy->expert_bytes_ += weight_bytes(node);
+        if (without_experts) {
+            twin->op = GGML_OP_FILL;
+            std::memset(twin->op_params, 0, sizeof(twin->op_params)); // the value: 0.0F
+        }
     }
     copy->n_nodes_ = static_cast<uint64_t>(n);
     return why.empty() ? std::move(copy) : nullptr;

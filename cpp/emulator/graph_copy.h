@@ -19,11 +19,14 @@ namespace spice::emulator {
 
 class GraphCopy {
   public:
+    /// `without_experts`: products by experts become zeros.
     [[nodiscard]] static std::unique_ptr<GraphCopy> make(ggml_cgraph *graph, const DeviceMemory &memory,
-                                                         std::string &why);
+                                                         bool without_experts, std::string &why);
     [[nodiscard]] ggml_status run(ggml_backend_t cpu) { return ggml_backend_graph_compute(cpu, graph_); }
     [[nodiscard]] uint64_t n_nodes() const { return n_nodes_; }
     [[nodiscard]] uint64_t n_matmul_ids() const { return n_matmul_ids_; }
+    /// Of the experts that its products read, if no two rows of a token's share one.
+    [[nodiscard]] uint64_t expert_bytes() const { return expert_bytes_; }
 
   private:
     std::deque<ggml_tensor> tensors_; ///< stable addresses
@@ -31,6 +34,7 @@ class GraphCopy {
     ggml_cgraph *graph_ = nullptr;
     uint64_t n_nodes_ = 0;
     uint64_t n_matmul_ids_ = 0;
+    uint64_t expert_bytes_ = 0;
 };
 
 } // namespace spice::emulator

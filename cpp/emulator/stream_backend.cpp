@@ -6,6 +6,7 @@
 #include "ggml-cpp.h"
 #include "ggml-cpu.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -96,19 +97,26 @@ void run_graph(StreamBackend &me, GraphCopy &graph) {
     ggml_backend_cpu_set_n_threads(me.cpu.get(), settings.threads);
     if (graph.run(me.cpu.get()) != GGML_STATUS_SUCCESS) me.device.note_misuse("ggml-cpu refused a graph");
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-    const double wanted = took.count() * settings.compute_slowdown + settings.launch_seconds;
+    const bool modelled = settings.expert_bytes_per_second > 0.0;
+    double wanted = took.count() * settings.compute_slowdown + settings.launch_seconds;
+    if (modelled) {
+        wanted = settings.launch_seconds +
+                 static_cast<double>(graph.expert_bytes()) / settings.expert_bytes_per_second;
+    }
     if (wanted > took.count()) {
         std::this_thread::sleep_until(start + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
                                                   std::chrono::duration<double>(wanted)));
     }
-    me.device.count_graph(graph.n_nodes(), graph.n_matmul_ids(), wanted);
+    me.device.count_graph(graph.n_nodes(), graph.n_matmul_ids(), wanted,
+                          modelled ? std::max(0.0, took.count() - wanted) : 0.0);
 }
 
 ggml_status compute(ggml_backend_t backend, ggml_cgraph *graph) {
     StreamBackend &me = self(backend);
     if (me.device.take_failed_copy() || me.device.fails(Failure::compute)) return GGML_STATUS_FAILED;
     std::string why;
-    const std::shared_ptr<GraphCopy> copy = GraphCopy::make(graph, me.device.memory(), why);
+    const bool without_experts = me.device.settings().expert_bytes_per_second > 0.0;
+    const std::shared_ptr<GraphCopy> copy = GraphCopy::make(graph, me.device.memory(), without_experts, why);
     if (copy == nullptr) {
         me.device.note_misuse(why);
         return GGML_STATUS_FAILED;

@@ -9,7 +9,7 @@ from models.planted.real import REAL
 from models.planted.write import make_like, parse_size
 
 _RENAMED = {"expert_type": "file_type"}
-_TAKEN = {"layers", "size", "file_type", "seed", "split", "embd", "ff", "tokens_from", "progress"}
+_TAKEN = {"layers", "size", "file_type", "seed", "split", "embd", "ff", "tokens_from", "thin", "progress"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "here --type is a tensor type, Q4_K_M, Q5_K_M or MXFP4",
     )  # fmt: skip
     group.add_argument("--size", type=parse_size, help="as many layers as fit, for instance 10G")
+    group.add_argument(
+        "--thin", action="store_true", help="the routed experts with next to nothing around them (benchmarks)"
+    )
     group.add_argument("--tokens-from", type=Path, metavar="GGUF", help="copy that file's tokenizer")
 
 

@@ -200,6 +200,28 @@ def narrowed(real: Real, embd: int, ff: int) -> Real:
     )
 
 
+def thinned(real: Real) -> Real:
+    """The same routed experts and routing with next to nothing around them: attention of two heads, no shared
+    experts, dense layers or large vocabulary. For benchmarks in which the experts' time is to stand alone.
+    """
+    return replace(
+        real,
+        arch="qwen3moe",
+        layers=real.layers - real.lead,
+        lead=0,
+        heads=2,
+        kv_heads=1,
+        head_dim=128,
+        latent=None,
+        norms="head",
+        shared_ff=0,
+        dense_ff=0,
+        vocab=len(tokenizer.vocabulary()),
+        renormalised=True,
+        neox=True,
+    )
+
+
 def parse_size(text: str) -> int:
     """Bytes of "10G", "800M" (powers of ten) or a plain number. Raises ValueError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", text, re.IGNORECASE)
@@ -243,6 +265,7 @@ def make_like(
     embd: int = 0,
     ff: int = 0,
     vocab: int = 0,
+    thin: bool = False,
     tokens_from: Path | None = None,
     recipe: dict[str, float] | None = None,
     progress: Callable[[str], None] = lambda line: None,
@@ -253,8 +276,8 @@ def make_like(
         name: one of `REAL`. layers: leading dense ones included (default: as the real one). size: bytes;
             as many layers as fit. file_type: see `kind_of` (default: the real one's usual). split: files.
         embd, ff: another width, and experts' width, for small models. vocab: rows of the vocabulary.
-        tokens_from: a GGUF whose tokenizer is copied instead of our own of 512 tokens. recipe: changes to
-            the planting, by field of `Recipe`.
+        thin: see `thinned`. tokens_from: a GGUF whose tokenizer is copied instead of our own of 512 tokens.
+        recipe: changes to the planting, by field of `Recipe`.
     Raises: ValueError for an unknown name or sizes that cannot be, OSError from the disk. No file is left.
     """
     if name not in REAL:
@@ -262,6 +285,8 @@ def make_like(
     real = REAL[name]
     if embd or ff:
         real = narrowed(real, embd or real.embd, ff or real.ff)
+    if thin:
+        real = thinned(real)
     real = replace(real, vocab=vocab or real.vocab, recipe=replace(real.recipe, **(recipe or {})))
     words = _Vocabulary(real.vocab, tokens_from)
     plant = Plant(real, words.counts, words.bos, seed)

@@ -14,6 +14,7 @@ inline constexpr spice_emulator_settings no_costs = {.memory_bytes = uint64_t{1}
                                                      .pageable_speed = 1.0,
                                                      .compute_slowdown = 1.0,
                                                      .launch_seconds = 0.0,
+                                                     .expert_bytes_per_second = 0.0,
                                                      .threads = 1};
 
 inline void set_up_devices(const spice_emulator_settings &settings, int n) {

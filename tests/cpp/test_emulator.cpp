@@ -299,10 +299,50 @@ TEST(many_threads_and_streams) {
     CHECK_EQ(right.load(), 80);
 }
 
+TEST(products_by_experts_can_be_left_out_and_take_the_time_of_a_device) {
+    const ggml_backend_dev_t device = the_device();
+    const ggml_backend_ptr stream(ggml_backend_dev_init(device, nullptr));
+    const ggml_context_ptr context(
+        ggml_init({.mem_size = size_t{1} << 20, .mem_buffer = nullptr, .no_alloc = true}));
+    ggml_tensor *experts = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 64, 32, 5);
+    ggml_tensor *x = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 64, 1, 1);
+    ggml_tensor *ids = ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, 2, 1);
+    ggml_tensor *product = ggml_mul_mat_id(context.get(), experts, x, ids);
+    ggml_tensor *y = ggml_scale_bias(context.get(), product, 1.0f, 2.0f); // arithmetic that is done
+    ggml_cgraph *graph = ggml_new_graph(context.get());
+    ggml_build_forward_expand(graph, y);
+    const ggml_backend_buffer_ptr buffer(
+        ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(device)));
+    const std::vector<float> ones(ggml_nelements(experts), 1.0f);
+    const std::vector<int32_t> chosen = {4, 1};
+    ggml_backend_tensor_set(experts, ones.data(), 0, ggml_nbytes(experts));
+    ggml_backend_tensor_set(x, ones.data(), 0, ggml_nbytes(x));
+    ggml_backend_tensor_set(ids, chosen.data(), 0, ggml_nbytes(ids));
+    const auto result = [&] {
+        std::vector<float> out(ggml_nelements(y));
+        CHECK_EQ(ggml_backend_graph_compute(stream.get(), graph), GGML_STATUS_SUCCESS);
+        ggml_backend_tensor_get(y, out.data(), 0, ggml_nbytes(y));
+        return out;
+    };
+    CHECK(result() == std::vector<float>(64, 66.0f));
+    spice_emulator_settings settings = test::no_costs;
+    settings.launch_seconds = 0.001;
+    settings.expert_bytes_per_second = 1.0e6; // two experts of 8 KiB: 16.384 ms
+    CHECK_EQ(spice_emulator_configure(0, &settings), 0);
+    CHECK_EQ(spice_emulator_reset_counters(0), 0);
+    CHECK(result() == std::vector<float>(64, 2.0f));
+    CHECK(std::abs(counters().compute_busy_seconds - 0.017384) < 1e-9);
+    CHECK(counters().late_seconds >= 0.0);
+    CHECK_EQ(counters().matmul_id_nodes, 1U);
+}
+
 TEST(numbers_that_make_no_sense_are_refused) {
     (void)the_device();
     spice_emulator_settings bad = test::no_costs;
     bad.compute_slowdown = 0.5;
+    CHECK_EQ(spice_emulator_configure(0, &bad), -1);
+    bad = test::no_costs;
+    bad.expert_bytes_per_second = -1.0;
     CHECK_EQ(spice_emulator_configure(0, &bad), -1);
     bad = test::no_costs;
     bad.pageable_speed = 0.0;

@@ -23,7 +23,7 @@ def test_early_nodes(tiny_model, arch: str, shared: int, ram_budget: str | float
         layers = llm.spice.plan.moe_layers
         assert_same(prefill(llm, TOKENS, BATCHES), expected[0])
         early = llm.spice.stats()["early_nodes"]
-        # A layer whose reads end before it asks computes nothing early: that is luck, but not 12 times in a row.
+        # Nothing is early where the reads end before the layer asks: luck, but not 12 times in a row.
         assert early % max(shared, 1) == 0
         assert (0 < early <= shared * layers * len(BATCHES)) if shared else early == 0
 
