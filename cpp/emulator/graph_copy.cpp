@@ -70,6 +70,7 @@ std::unique_ptr<GraphCopy> GraphCopy::make(ggml_cgraph *graph, const DeviceMemor
         copy->expert_bytes_ += weight_bytes(node);
         if (without_experts) {
             twin->op = GGML_OP_FILL;
+            twin->src[0] = twin->src[1]; // ggml-cpu takes the source's type for the result's
             std::memset(twin->op_params, 0, sizeof(twin->op_params)); // the value: 0.0F
         }
     }

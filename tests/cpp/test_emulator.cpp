@@ -304,7 +304,7 @@ TEST(products_by_experts_can_be_left_out_and_take_the_time_of_a_device) {
     const ggml_backend_ptr stream(ggml_backend_dev_init(device, nullptr));
     const ggml_context_ptr context(
         ggml_init({.mem_size = size_t{1} << 20, .mem_buffer = nullptr, .no_alloc = true}));
-    ggml_tensor *experts = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 64, 32, 5);
+    ggml_tensor *experts = ggml_new_tensor_3d(context.get(), GGML_TYPE_F16, 64, 32, 5);
     ggml_tensor *x = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 64, 1, 1);
     ggml_tensor *ids = ggml_new_tensor_2d(context.get(), GGML_TYPE_I32, 2, 1);
     ggml_tensor *product = ggml_mul_mat_id(context.get(), experts, x, ids);
@@ -313,9 +313,10 @@ TEST(products_by_experts_can_be_left_out_and_take_the_time_of_a_device) {
     ggml_build_forward_expand(graph, y);
     const ggml_backend_buffer_ptr buffer(
         ggml_backend_alloc_ctx_tensors_from_buft(context.get(), ggml_backend_dev_buffer_type(device)));
-    const std::vector<float> ones(ggml_nelements(experts), 1.0f);
+    const std::vector<float> ones(ggml_nelements(x), 1.0f);
+    const std::vector<ggml_fp16_t> weights(ggml_nelements(experts), ggml_fp32_to_fp16(1.0f));
     const std::vector<int32_t> chosen = {4, 1};
-    ggml_backend_tensor_set(experts, ones.data(), 0, ggml_nbytes(experts));
+    ggml_backend_tensor_set(experts, weights.data(), 0, ggml_nbytes(experts));
     ggml_backend_tensor_set(x, ones.data(), 0, ggml_nbytes(x));
     ggml_backend_tensor_set(ids, chosen.data(), 0, ggml_nbytes(ids));
     const auto result = [&] {
@@ -327,11 +328,11 @@ TEST(products_by_experts_can_be_left_out_and_take_the_time_of_a_device) {
     CHECK(result() == std::vector<float>(64, 66.0f));
     spice_emulator_settings settings = test::no_costs;
     settings.launch_seconds = 0.001;
-    settings.expert_bytes_per_second = 1.0e6; // two experts of 8 KiB: 16.384 ms
+    settings.expert_bytes_per_second = 1.0e6; // two experts of 4 KiB: 8.192 ms
     CHECK_EQ(spice_emulator_configure(0, &settings), 0);
     CHECK_EQ(spice_emulator_reset_counters(0), 0);
     CHECK(result() == std::vector<float>(64, 2.0f));
-    CHECK(std::abs(counters().compute_busy_seconds - 0.017384) < 1e-9);
+    CHECK(std::abs(counters().compute_busy_seconds - 0.009192) < 1e-9);
     CHECK(counters().late_seconds >= 0.0);
     CHECK_EQ(counters().matmul_id_nodes, 1U);
 }

@@ -66,9 +66,10 @@ def test_loads_generates_and_spreads(name: str, tmp_path: Path) -> None:
         assert np.allclose(t.weights.astype(np.float32).sum(axis=-1), 1, atol=3e-3)
 
 
-def test_statistics_are_near_the_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("thin", [False, True])
+def test_statistics_are_near_the_target(thin: bool, tmp_path: Path) -> None:
     """A narrow DeepSeek-V2-Lite with eight MoE layers; full ones are measured by models/routing_stats.py."""
-    path = make_like("deepseek-v2-lite", tmp_path / "m.gguf", layers=9, **SMALL)
+    path = make_like("deepseek-v2-lite", tmp_path / "m.gguf", layers=8 if thin else 9, thin=thin, **SMALL)
     trace.record(
         path, texts(8, 400), tmp_path / "t.npz", sequence=192, tokens=1500, threads=1, router_inputs=True
     )
