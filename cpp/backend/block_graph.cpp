@@ -228,7 +228,7 @@ ggml_status BlockGraph::find_call(const ggml_tensor *node, const ExpertTensor &w
     }
     if (lane != nullptr) {
         const auto pending = [&](const ggml_tensor *tensor) { return is_pending(tensor); };
-        if (Status status = lane->share(graph_, call, routed, pending); !status.ok()) {
+        if (Status status = lane->share(graph_, call, routed, inputs_, pending); !status.ok()) {
             weights.engine->device(weights.group)->forget();
             return fail(std::move(status));
         }

@@ -30,8 +30,9 @@ namespace spice {
 
 class BlockGraph {
   public:
-    /// `cpu`: the CPU backend that computes. Lives as long as the backend; buffers are kept between runs.
-    explicit BlockGraph(ggml_backend_t cpu) : cpu_(cpu) {}
+    /// `cpu`: the CPU backend that computes. `inputs`: those of the split at run(). Both outlive it; buffers
+    /// are kept between runs.
+    BlockGraph(ggml_backend_t cpu, const InputCopies &inputs) : cpu_(cpu), inputs_(inputs) {}
 
     [[nodiscard]] ggml_status run(ggml_cgraph *graph, int n_threads);
     [[nodiscard]] Engine *engine() const { return engine_; } ///< of the last block seen, for error reports
@@ -66,6 +67,7 @@ class BlockGraph {
     void reset();
 
     ggml_backend_t cpu_;
+    const InputCopies &inputs_;
     ggml_cgraph *graph_ = nullptr; ///< of this run
     int n_threads_ = 1;
     Engine *engine_ = nullptr;

@@ -60,7 +60,7 @@ bool DeviceLane::fits(int32_t group, const std::optional<BlockShape> &block) {
 }
 
 Status DeviceLane::share(ggml_cgraph *graph, RoutedCall &call, std::span<const int32_t> routed,
-                         policy::FunctionRef<bool(const ggml_tensor *)> pending) {
+                         const InputCopies &inputs, policy::FunctionRef<bool(const ggml_tensor *)> pending) {
     free();
     block_ = BlockShape::recognise(graph, call.ids, call.group);
     if (block_ && pending(block_->x)) block_.reset();
@@ -71,6 +71,7 @@ Status DeviceLane::share(ggml_cgraph *graph, RoutedCall &call, std::span<const i
     if (call.device.empty()) return {};
     sort_rows(routed, call.ids->ne[0], call.device);
     Status status = make_room();
+    if (status.ok()) status = place_activations(inputs);
     if (status.ok()) status = launch(call);
     if (status.ok()) {
         state_ = State::computing;
@@ -104,32 +105,12 @@ void DeviceLane::sort_rows(std::span<const int32_t> routed, int64_t n_routed, co
     }
 }
 
-/// Room for the activations and for everything that crosses the link, and the activations on their way.
+/// Room for everything that crosses the link.
 Status DeviceLane::make_room() {
     const ggml_tensor *x = block_->x;
-    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(tier_.device());
-    x_arena_.resize(ggml_tensor_overhead());
-    x_context_.reset(
-        ggml_init({.mem_size = x_arena_.size(), .mem_buffer = x_arena_.data(), .no_alloc = true}));
-    if (x_context_ == nullptr) throw std::bad_alloc();
-    x_ = ggml_new_tensor_2d(x_context_.get(), GGML_TYPE_F32, x->ne[0], x->ne[1] * x->ne[2]);
-    const size_t x_bytes = ggml_backend_buft_get_alloc_size(type, x_);
-    if (x_buffer_ == nullptr || ggml_backend_buffer_get_size(x_buffer_.get()) < x_bytes) {
-        x_buffer_.reset();
-        x_buffer_.reset(ggml_backend_buft_alloc_buffer(type, x_bytes));
-        if (x_buffer_ == nullptr) return {Code::out_of_memory, "the device has no memory for activations"};
-        ggml_backend_buffer_clear(x_buffer_.get(), 0);
-    }
-    if (ggml_backend_tensor_alloc(x_buffer_.get(), x_, ggml_backend_buffer_get_base(x_buffer_.get())) !=
-        GGML_STATUS_SUCCESS) {
-        return {Code::out_of_memory, "the device refused a tensor"};
-    }
-
     // Each launch rounds up; there are at most as many as experts, and some for max_rows.
-    const size_t row_bytes = static_cast<size_t>(x->ne[0]) * sizeof(float);
-    const auto n_rows = static_cast<size_t>(x_->ne[1]);
     const size_t n_launches = first_.size() + 2 * (rows_.size() / DeviceLaunch::max_rows + 1);
-    const size_t total = align_up(n_rows * row_bytes, unit) +
+    const size_t total = align_up(ggml_nelements(x) * sizeof(float), unit) +
                          DeviceLaunch::staging_bytes(*block_, rows_.size()) + n_launches * 4 * unit;
     if (staging_ == nullptr || ggml_backend_buffer_get_size(staging_.get()) < total) {
         ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(tier_.device());
@@ -138,17 +119,52 @@ Status DeviceLane::make_room() {
         staging_.reset(ggml_backend_buft_alloc_buffer(host, total));
         if (staging_ == nullptr) return {Code::out_of_memory, "no memory for a layer call's results"};
     }
-    auto *in = static_cast<std::byte *>(ggml_backend_buffer_get_base(staging_.get()));
-    staging_next_ = in + align_up(n_rows * row_bytes, unit);
-    for (size_t r = 0; r < n_rows; ++r) {
-        const auto i = static_cast<int64_t>(r) % x->ne[1];
-        const auto t = static_cast<int64_t>(r) / x->ne[1];
-        std::memcpy(in + r * row_bytes,
-                    static_cast<const std::byte *>(x->data) + i * static_cast<int64_t>(x->nb[1]) +
-                        t * static_cast<int64_t>(x->nb[2]),
-                    row_bytes);
-    }
+    staging_next_ = static_cast<std::byte *>(ggml_backend_buffer_get_base(staging_.get()));
     running_ = true;
+    return {};
+}
+
+Status DeviceLane::place_activations(const InputCopies &inputs) {
+    const ggml_tensor *x = block_->x;
+    x_arena_.resize(ggml_tensor_overhead());
+    x_context_.reset(
+        ggml_init({.mem_size = x_arena_.size(), .mem_buffer = x_arena_.data(), .no_alloc = true}));
+    if (x_context_ == nullptr) throw std::bad_alloc();
+    x_ = ggml_new_tensor_2d(x_context_.get(), GGML_TYPE_F32, x->ne[0], x->ne[1] * x->ne[2]);
+    ggml_backend_buffer_t buffer = nullptr;
+    void *there = inputs.on(tier_.device(), x, buffer);
+    if (there == nullptr) return send_activations();
+    tier_.count_in_place();
+    if (ggml_backend_tensor_alloc(buffer, x_, there) != GGML_STATUS_SUCCESS) {
+        return {Code::out_of_memory, "the device refused a tensor"};
+    }
+    return {};
+}
+
+Status DeviceLane::send_activations() {
+    const ggml_tensor *x = block_->x;
+    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(tier_.device());
+    const size_t bytes = ggml_backend_buft_get_alloc_size(type, x_);
+    if (x_buffer_ == nullptr || ggml_backend_buffer_get_size(x_buffer_.get()) < bytes) {
+        x_buffer_.reset();
+        x_buffer_.reset(ggml_backend_buft_alloc_buffer(type, bytes));
+        if (x_buffer_ == nullptr) return {Code::out_of_memory, "the device has no memory for activations"};
+        ggml_backend_buffer_clear(x_buffer_.get(), 0);
+    }
+    if (ggml_backend_tensor_alloc(x_buffer_.get(), x_, ggml_backend_buffer_get_base(x_buffer_.get())) !=
+        GGML_STATUS_SUCCESS) {
+        return {Code::out_of_memory, "the device refused a tensor"};
+    }
+    const size_t row_bytes = static_cast<size_t>(x->ne[0]) * sizeof(float);
+    std::byte *in = staging_next_;
+    for (int64_t r = 0; r < x_->ne[1]; ++r) {
+        std::memcpy(staging_next_,
+                    static_cast<const std::byte *>(x->data) + r % x->ne[1] * static_cast<int64_t>(x->nb[1]) +
+                        r / x->ne[1] * static_cast<int64_t>(x->nb[2]),
+                    row_bytes);
+        staging_next_ += row_bytes;
+    }
+    staging_next_ = in + align_up(ggml_nbytes(x_), unit);
     ggml_backend_tensor_set_async(stream_.get(), x_, in, 0, ggml_nbytes(x_));
     return {};
 }

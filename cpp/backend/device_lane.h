@@ -9,6 +9,7 @@
 #pragma once
 
 #include "backend/device_block.h"
+#include "backend/input_copies.h"
 #include "policy/function_ref.h"
 
 #include "ggml-cpp.h"
@@ -35,9 +36,11 @@ class DeviceLane {
     [[nodiscard]] State state() const { return state_; }
     void free(); ///< waits
     /// Starts the device on its share of the call, whose block is in `graph`; `routed` is [tokens][n_routed].
+    /// Activations that the device has among the split's `inputs` are used there, others sent up.
     /// `pending`: is the tensor computed later than now? Where the device cannot compute the block, or has no
     /// memory for it now, it gets no share. Errors: device.
     [[nodiscard]] Status share(ggml_cgraph *graph, RoutedCall &call, std::span<const int32_t> routed,
+                               const InputCopies &inputs,
                                policy::FunctionRef<bool(const ggml_tensor *)> pending);
     void wait();
     /// The copies that bring the results of the last share to the block's tensor. They may run after wait().
@@ -49,6 +52,8 @@ class DeviceLane {
     [[nodiscard]] bool fits(int32_t group, const std::optional<BlockShape> &block);
     void sort_rows(std::span<const int32_t> routed, int64_t n_routed, const DeviceCall &call);
     [[nodiscard]] Status make_room();
+    [[nodiscard]] Status place_activations(const InputCopies &inputs);
+    [[nodiscard]] Status send_activations();
     [[nodiscard]] Status launch(RoutedCall &call);
     [[nodiscard]] Status launch_rows(std::span<const DeviceExpert> experts);
     [[nodiscard]] DeviceLaunch &next_launch();
@@ -71,7 +76,7 @@ class DeviceLane {
     std::vector<std::byte> x_arena_;
     ggml_context_ptr x_context_;
     ggml_tensor *x_ = nullptr;         ///< the block's activations, on the device
-    ggml_backend_buffer_ptr x_buffer_; ///< grows
+    ggml_backend_buffer_ptr x_buffer_; ///< of activations that were sent up; grows
     ggml_backend_buffer_ptr staging_;  ///< host memory of inputs and results, pinned if the device can; grows
     std::byte *staging_next_ = nullptr;
 };

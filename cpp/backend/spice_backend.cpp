@@ -14,9 +14,10 @@ namespace spice {
 namespace {
 
 struct Backend {
-    explicit Backend(ggml_backend_t cpu_backend) : cpu(cpu_backend), blocks(cpu_backend) {}
+    explicit Backend(ggml_backend_t cpu_backend) : cpu(cpu_backend), blocks(cpu_backend, inputs) {}
 
     ggml_backend_ptr cpu;
+    InputCopies inputs;
     BlockGraph blocks;
     int n_threads = GGML_DEFAULT_N_THREADS;
 
@@ -39,8 +40,23 @@ void backend_free(ggml_backend_t backend) {
     const std::unique_ptr<Backend> context(&backend_of(backend));
 }
 
+bool backend_copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor *source,
+                        ggml_tensor *target) {
+    if (to->table.copy_async != backend_copy_async) return false;
+    try {
+        return backend_of(to).inputs.take(from, source, target);
+    } catch (const std::exception &) {
+        return false; // no memory to remember it: the scheduler copies
+    }
+}
+
 ggml_status backend_compute(ggml_backend_t backend, ggml_cgraph *graph) {
     Backend &context = backend_of(backend);
+    struct AtEnd {
+        InputCopies &inputs;
+        ~AtEnd() { inputs.clear(); }
+    } const at_end{context.inputs};
+    context.inputs.wait();
     try {
         return context.blocks.run(graph, context.n_threads);
     } catch (const std::bad_alloc &) {
@@ -69,6 +85,7 @@ ggml_backend_t make_backend(ggml_backend_dev_t device) {
         backend->table = {};
         backend->table.name = backend_name;
         backend->table.free = backend_free;
+        backend->table.copy_async = backend_copy_async;
         backend->table.compute = backend_compute;
         backend->device = device;
         backend->context = context.release(); // owned by the handle, see backend_free

@@ -84,6 +84,7 @@ void add_device_stats(const Engine &engine, py::dict &out) {
     out["device_left"] = c.host;
     out["device_rows"] = c.rows;
     out["device_evictions"] = c.evictions;
+    out["device_in_place"] = c.in_place;
     out["device_unfit"] = c.unfit;
     out["device_refused"] = c.refused;
     out["device_wait_seconds"] = c.wait_seconds;

@@ -28,9 +28,9 @@ bool is_owned(int32_t layer, std::span<const int32_t> layers) {
 DeviceCounters &DeviceCounters::operator+=(const DeviceCounters &other) {
     for (const auto member :
          {&DeviceCounters::calls, &DeviceCounters::hits, &DeviceCounters::fetched, &DeviceCounters::passed,
-          &DeviceCounters::host, &DeviceCounters::filled, &DeviceCounters::rows, &DeviceCounters::evictions,
-          &DeviceCounters::unfit, &DeviceCounters::refused, &DeviceCounters::resident_experts,
-          &DeviceCounters::resident_bytes}) {
+          &DeviceCounters::host, &DeviceCounters::filled, &DeviceCounters::rows, &DeviceCounters::in_place,
+          &DeviceCounters::evictions, &DeviceCounters::unfit, &DeviceCounters::refused,
+          &DeviceCounters::resident_experts, &DeviceCounters::resident_bytes}) {
         this->*member += other.*member;
     }
     wait_seconds += other.wait_seconds;
@@ -417,6 +417,11 @@ Result<ggml_tensor *> DeviceTier::on_device(const ggml_tensor &weight, int64_t n
 void DeviceTier::count_unfit() {
     const std::lock_guard lock(engine_.mutex_);
     counters_.unfit += 1;
+}
+
+void DeviceTier::count_in_place() {
+    const std::lock_guard lock(engine_.mutex_);
+    counters_.in_place += 1;
 }
 
 void DeviceTier::count_refused() {

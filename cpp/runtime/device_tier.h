@@ -51,13 +51,14 @@ struct DevicePlan {
 };
 
 struct DeviceCounters {
-    uint64_t calls = 0;   ///< layer calls in which the device computed
-    uint64_t hits = 0;    ///< routed experts whose slab was there
-    uint64_t fetched = 0; ///< sent up for the call that needed them
-    uint64_t passed = 0;  ///< of these, through slots that the call borrowed: they did not stay
-    uint64_t host = 0;    ///< computed by the host
-    uint64_t filled = 0;  ///< sent up for later calls
-    uint64_t rows = 0;    ///< expert rows computed on the device
+    uint64_t calls = 0;    ///< layer calls in which the device computed
+    uint64_t hits = 0;     ///< routed experts whose slab was there
+    uint64_t fetched = 0;  ///< sent up for the call that needed them
+    uint64_t passed = 0;   ///< of these, through slots that the call borrowed: they did not stay
+    uint64_t host = 0;     ///< computed by the host
+    uint64_t filled = 0;   ///< sent up for later calls
+    uint64_t rows = 0;     ///< expert rows computed on the device
+    uint64_t in_place = 0; ///< layer calls whose activations the device had
     uint64_t evictions = 0;
     uint64_t unfit = 0;        ///< layer calls whose block the device cannot compute as it is
     uint64_t refused = 0;      ///< layer calls that the device had no memory for: the host computed them
@@ -106,8 +107,9 @@ class DeviceTier {
     void order(ggml_backend_t stream, DeviceLink::Ticket ticket) { link_->order(stream, ticket); }
     /// Drops every slab: after a failure of the device nothing in its memory is trusted.
     void forget();
-    void count_unfit();   ///< a block that only the host can compute
-    void count_refused(); ///< a layer call that the device had no memory for
+    void count_unfit();    ///< a block that only the host can compute
+    void count_in_place(); ///< a layer call whose activations the device had
+    void count_refused();  ///< a layer call that the device had no memory for
     /// Sends it up when the link has nothing else to do, as long as a slot is empty. Under the Engine's lock,
     /// for a group that it owns.
     void want(int32_t group, int32_t expert);

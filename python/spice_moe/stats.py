@@ -52,6 +52,7 @@ COUNTERS: dict[str, str] = {
     "device_left": "experts that the CPU computed beside the GPU",
     "device_rows": "expert evaluations on the GPU, part of expert_rows",
     "device_evictions": "experts that left the GPU's pool to make room",
+    "device_in_place": "layer calls whose activations the GPU had: they were not sent up",
     "device_unfit": "layer calls whose block the GPU cannot compute: it lacks an operation, or SPICE a form",
     "device_refused": "layer calls that the GPU had no memory for, which the CPU computed alone",
     "device_wait_seconds": "seconds that the CPU waited for the GPU's share of a layer",

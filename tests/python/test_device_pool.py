@@ -71,6 +71,7 @@ def test_all_experts_on_the_device(emulated: DeviceProcess, tiny_model, arch: st
     assert plan["vram_slots"] == plan["experts_total"]
     assert stats["device_unfit"] == 0
     assert stats["device_rows"] > 0.5 * stats["expert_rows"], "most experts are on the device by now"
+    assert stats["device_in_place"] == stats["device_calls"] > 0, "activations do not go up again"
     assert there["counters"]["matmul_id_nodes"] > 0
 
 
