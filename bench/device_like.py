@@ -5,21 +5,28 @@ stands for the preset's whole CPU, since the emulator needs a core of its own, a
 slower by the same factor: times divided by it are those of the preset's machine. What is not slowed down is
 what SPICE and llama.cpp do beside the experts' products, which counts less than it would.
 
+A shared machine is slower in one minute than in the next: every run measures its own factor, and the host's
+speed once more at its end. The emulator's core is kept awake: one that sleeps in a virtual machine takes 50
+to 100 us to wake up, for each of several hand-overs per layer.
+
 Products by experts on the device take their time and give zeros (cpp/emulator/emulator.h), so a model is
 needed whose routing hardly depends on them: `models/synth.py --like NAME --thin`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.device_emulator import Speed
 
-SECONDS = 0.5  #: for which the host's speed is measured
-BYTES = 128 << 20
+SECONDS = 1.0  #: for which the host's speed is measured
+BYTES = 512 << 20
 PATIENCE = 1.0  #: seconds without a new expert after which no more are expected
 
 
@@ -27,46 +34,59 @@ PATIENCE = 1.0  #: seconds without a new expert after which no more are expected
 class Likeness:
     """``factor``: seconds here for one of the preset's machine."""
 
-    preset: str
     factor: float
     host_speed: float  #: bytes of experts per second of one thread here
     speed: Speed
 
 
-def likeness(preset: str, types: Mapping[str, float], memory_bytes: int) -> Likeness:
-    """The preset's device for experts of these types: {type: bytes}.
+def host_speed(types: Mapping[str, float]) -> float:
+    """Bytes per second that one thread multiplies of experts of these types: {type: bytes}."""
+    from spice_moe import _core
+
+    total = sum(types.values())
+    seconds = 0.0
+    for name, size in types.items():
+        share = size / total
+        _core.sim.dot_speed(name.upper(), n_threads=1, seconds=SECONDS * share / 2, bytes=BYTES)  # wakes up
+        speed = _core.sim.dot_speed(name.upper(), n_threads=1, seconds=SECONDS * share, bytes=BYTES)
+        seconds += size / speed
+    return total / seconds
+
+
+def likeness(preset: str, types: Mapping[str, float]) -> Likeness:
+    """The preset's device beside this host, for experts of these types.
 
     Raises the errors of :func:`spice_moe.hardware.load`, and ValueError for a machine without a GPU.
     """
-    from spice_moe import _core, hardware
+    from spice_moe import hardware
 
     machine = hardware.load(preset)
     if machine.device is None or machine.link is None:
         raise ValueError(f"{preset} has no GPU")
-    seconds = sum(
-        size / _core.sim.dot_speed(name.upper(), n_threads=1, seconds=SECONDS, bytes=BYTES)
-        for name, size in types.items()
-    )
-    host = sum(types.values()) / seconds
+    host = host_speed(types)
     factor = machine.host.of(types).stream / host
     speed = Speed(
-        memory_bytes=memory_bytes,
         upload_per_second=machine.link.bandwidth / factor,
         download_per_second=machine.link.bandwidth / factor,
         copy_latency_seconds=machine.link.latency * factor,
         launch_seconds=machine.layer_call * factor,
         expert_bytes_per_second=machine.device.of(types).stream / factor,
     )
-    return Likeness(preset, factor, host, speed)
+    return Likeness(factor, host, speed)
 
 
-def describe(like: Likeness) -> str:
-    """The resolved configuration in one line."""
-    numbers = ", ".join(f"{name} {value:g}" for name, value in asdict(like.speed).items())
-    return (
-        f"like {like.preset}, {like.factor:.2f} times slower "
-        f"(one thread here: {like.host_speed / 1e9:.2f} GB/s): {numbers}"
-    )
+_BUSY = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+
+
+@contextlib.contextmanager
+def awake() -> Iterator[None]:
+    """No core goes to sleep: a process that gives way to every other one keeps them busy."""
+    process = subprocess.Popen([sys.executable, "-c", _BUSY])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def everything(uses: Mapping[int, Sequence[float]]) -> list[tuple[int, int]]:

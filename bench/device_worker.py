@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from decoding import PROMPT, decode, read_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.device_like import everything, fill
+from bench.device_emulator import Emulator, Speed, library_path
+from bench.device_like import awake, everything, fill, host_speed, likeness
 
 
 class _Override(ctypes.Structure):
@@ -77,7 +80,7 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
         seed=1,
     )
     if job["kind"] == "learn":
-        job = job | dict(vram="0", placement="")
+        job = job | dict(vram="0")
     if job["kind"] == "stock":
         return StockWithExpertsOnCpu(job["model"], job["n_cpu_moe"], **options)
     from spice_moe import Llama
@@ -98,18 +101,22 @@ def main() -> int:
     """Run the job of argv[1]; see the parent for its fields."""
     job: dict[str, Any] = json.loads(sys.argv[1])
     emulator = None
+    report: dict[str, Any] = {"factor": 1.0, "prefill": {}}
     if job["emulate"] is not None:
-        from bench.device_emulator import Emulator, Speed, library_path
-
         emulator = Emulator(library_path())
         emulator.configure(Speed(**job["emulate"]))
+    elif "like" in job:
+        emulator = Emulator(library_path())
+        like = likeness(job["like"], job["types"])
+        emulator.configure(like.speed)
+        report |= dict(factor=like.factor, host_before=like.host_speed, speed=asdict(like.speed))
     started = time.perf_counter()
     try:
         llm = load(job)
     except (ValueError, MemoryError) as error:
         print(f"{job['label']}: {error}", file=sys.stderr)
         return 3
-    report: dict[str, Any] = {"load_seconds": time.perf_counter() - started, "prefill": {}}
+    report["load_seconds"] = time.perf_counter() - started
     warm, counted = job["warm"], job["decode"]
     text = read_text(llm, job["text"], max([*job["prefills"], PROMPT + warm + counted]))
     if job["kind"] == "learn":
@@ -133,7 +140,8 @@ def main() -> int:
             emulator.reset_counters()
         before.update(energy())
 
-    report["decode_seconds"], report["best"] = decode(llm, text, warm, counted, start=start)
+    with awake() if "like" in job else contextlib.nullcontext():
+        report["decode_seconds"], report["best"] = decode(llm, text, warm, counted, start=start)
     report["joules"] = {name: joules - before[name] for name, joules in energy().items() if name in before}
     if job["kind"] == "spice":
         stats = llm.spice.stats()  # type: ignore[attr-defined]
@@ -142,6 +150,8 @@ def main() -> int:
     if emulator is not None:
         report["device"] = emulator.counters()
     llm.close()
+    if "like" in job:
+        report["host_after"] = host_speed(job["types"])
     print(json.dumps(report))
     return 0
 

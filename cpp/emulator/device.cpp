@@ -50,12 +50,12 @@ void Device::free(void *address) {
 void Device::upload(std::byte *to, const void *from, size_t bytes, bool queued) {
     const spice_emulator_settings now = settings();
     const bool is_pinned = pinned(from);
-    if (now.expert_bytes_per_second == 0.0) std::memset(to, poison, bytes);
+    if (to != nullptr) std::memset(to, poison, bytes);
     up_.transfer(bytes, now.upload_per_second * (is_pinned ? 1.0 : now.pageable_speed),
                  now.copy_latency_seconds);
     if (queued && bytes >= smallest_failure && fails(Failure::copy)) {
         failed_copy_ = true;
-    } else {
+    } else if (to != nullptr) {
         std::memcpy(to, from, bytes);
     }
     const std::lock_guard lock(mutex_);

@@ -38,6 +38,7 @@ class Device {
     [[nodiscard]] DeviceMemory &memory() { return memory_; }
 
     // Copies of `bytes` between real device bytes and host memory, at the link's speed; the caller sleeps.
+    // `to` may be nullptr: an upload that takes its time and leaves nothing.
     void upload(std::byte *to, const void *from, size_t bytes, bool queued);
     void download(const std::byte *from, void *to, size_t bytes);
 

@@ -35,7 +35,8 @@ typedef struct spice_emulator_settings {
     double launch_seconds;   /* added to every graph */
     /* 0: products by experts are computed. Else they are not: a graph takes launch_seconds and the bytes of
        the experts' weights at this speed, or as long as computing the rest of it takes (late_seconds) if that
-       is more; nothing is poisoned. */
+       is more. Queued copies of quantised weights of several experts take their time, and leave nothing; who
+       waits for the device spins. */
     double expert_bytes_per_second;
     int32_t threads; /* of ggml-cpu, for each stream */
 } spice_emulator_settings;

@@ -44,6 +44,7 @@ void Stream::push(std::function<void()> task) {
     {
         const std::lock_guard lock(mutex_);
         tasks_.push_back(std::move(task));
+        unfinished_ += 1;
     }
     changed_.notify_all();
 }
@@ -61,6 +62,11 @@ void Stream::synchronize() {
     changed_.wait(lock, [&] { return tasks_.empty() && !busy_; });
 }
 
+void Stream::spin() {
+    while (unfinished_ > 0) {
+    }
+}
+
 void Stream::run() {
 #ifdef __linux__
     (void)prctl(PR_SET_TIMERSLACK, 1000UL); // sleeps stand for copies of tens of microseconds
@@ -76,6 +82,7 @@ void Stream::run() {
         task();
         lock.lock();
         busy_ = false;
+        unfinished_ -= 1;
         changed_.notify_all();
     }
 }

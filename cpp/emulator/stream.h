@@ -4,6 +4,7 @@
 // before it has run. The destructor runs what is left.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -40,6 +41,8 @@ class Stream {
     void record(const std::shared_ptr<Event> &event);
     void wait(const std::shared_ptr<Event> &event);
     void synchronize();
+    /// The same without giving up the processor, as drivers wait: one that slept computes slower for a while.
+    void spin();
 
   private:
     void run();
@@ -48,6 +51,7 @@ class Stream {
     std::condition_variable changed_;
     std::deque<std::function<void()>> tasks_;
     bool busy_ = false;
+    std::atomic<uint64_t> unfinished_{0}; ///< tasks
     bool stop_ = false;
     std::thread thread_; ///< last: uses everything above
 };

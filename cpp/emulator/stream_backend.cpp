@@ -52,10 +52,17 @@ void free_backend(ggml_backend_t backend) {
     const std::unique_ptr<StreamBackend> context(&self(backend));
 }
 
+/// Weights of experts that nothing will read: copying them would take the host's time from the host.
+bool is_left_out(StreamBackend &me, const ggml_tensor *tensor) {
+    return tensor->ne[2] > 1 && ggml_is_quantized(tensor->type) &&
+           me.device.settings().expert_bytes_per_second > 0.0;
+}
+
 void write_async(ggml_backend_t backend, ggml_tensor *tensor, const void *from, size_t offset, size_t bytes) {
     StreamBackend &me = self(backend);
     std::byte *to = real(me, tensor, offset, bytes);
     if (to == nullptr) return;
+    if (is_left_out(me, tensor)) to = nullptr;
     me.stream->push([&device = me.device, to, from, bytes] { device.upload(to, from, bytes, true); });
 }
 
@@ -88,7 +95,9 @@ bool copy_async(ggml_backend_t from_backend, ggml_backend_t to_backend, const gg
 }
 
 void synchronize(ggml_backend_t backend) {
-    self(backend).stream->synchronize();
+    StreamBackend &me = self(backend);
+    const bool modelled = me.device.settings().expert_bytes_per_second > 0.0;
+    modelled ? me.stream->spin() : me.stream->synchronize();
 }
 
 void run_graph(StreamBackend &me, GraphCopy &graph) {
