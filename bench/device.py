@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -91,6 +92,16 @@ def describe(label: str, report: dict[str, Any], decode: int) -> str:
     return "  ".join(parts)
 
 
+def median_times(results: Sequence[dict[str, Any]], decode: int) -> dict[str, float]:
+    """Milliseconds per decoded token by label, as on the machine that is emulated."""
+    times: dict[str, list[float]] = {}
+    for result in results:
+        if (report := result["report"]) is not None:
+            seconds = report["decode_seconds"] / decode / report["factor"]
+            times.setdefault(result["label"], []).append(1000 * seconds)
+    return {label: statistics.median(values) for label, values in times.items()}
+
+
 def versions() -> dict[str, str]:
     """What ran."""
     import llama_cpp
@@ -125,6 +136,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--warm", type=int, default=64, metavar="N", help="decoded tokens before the counted ones"
     )
     parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of all SPICE runs, in turns")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores, with --like one")
     parser.add_argument(
         "--timeline", type=Path, metavar="FOLDER", help="write a timeline of each SPICE run there"
@@ -185,16 +197,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         best = best_n_cpu_moe(stock, layers)
         if best is not None:
             keep(f"stock, n_cpu_moe {best[0]} (best)", best[1], n_cpu_moe=best[0])
-    for vram in args.vram:
-        for placement in args.placements:
-            label = f"SPICE {placement}" + (f" {vram}" if len(args.vram) > 1 else "")
-            strategy, _, name = placement.rpartition(":")
-            job = common | dict(kind="spice", label=label, vram=vram, placement=name, strategy=strategy)
-            if args.timeline:
-                args.timeline.mkdir(exist_ok=True)
-                file = f"{placement}-{vram}.json".replace(":", "-").replace("%", "")
-                job["timeline"] = str(args.timeline / file)
-            keep(label, steady(job) if args.like else run(job), vram=vram, placement=placement)
+    for vram, placement in [(v, p) for _ in range(args.rounds) for v in args.vram for p in args.placements]:
+        label = f"SPICE {placement}" + (f" {vram}" if len(args.vram) > 1 else "")
+        strategy, _, name = placement.rpartition(":")
+        job = common | dict(kind="spice", label=label, vram=vram, placement=name, strategy=strategy)
+        if args.timeline:
+            args.timeline.mkdir(exist_ok=True)
+            file = f"{placement}-{vram}.json".replace(":", "-").replace("%", "")
+            job["timeline"] = str(args.timeline / file)
+        keep(label, steady(job) if args.like else run(job), vram=vram, placement=placement)
+    medians = median_times(results, args.decode)
+    if args.rounds > 1 and not args.json:
+        for label, milliseconds in medians.items():
+            print(f"{label:28} median {milliseconds:8.2f} ms/token of {args.rounds} rounds")
     tokens = [r["report"]["best"] for r in results if r["report"] is not None]
     same = all(ids == tokens[0] for ids in tokens)
     if args.json:
@@ -204,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "arguments": {k: str(v) for k, v in vars(args).items()},
                     "versions": versions(),
                     "results": results,
+                    "median_ms_per_token": medians,
                     "same_tokens": same,
                 },
                 indent=2,
