@@ -30,7 +30,6 @@ WORKER = Path(__file__).with_name("device_worker.py")
 LIKE_PLACEMENTS = ["spice", "static", "lru:all-fetch", "on-demand:all-fetch", "all-host"]
 LEARNED = 256  #: tokens of the text's end from which the most used experts are known
 STEADY = 0.1  #: by how much the host's speed may change during a run with `--like`
-TRIES = 3  #: runs, until it is steady
 
 
 def run(job: dict[str, Any]) -> dict[str, Any] | None:
@@ -43,10 +42,10 @@ def run(job: dict[str, Any]) -> dict[str, Any] | None:
     return json.loads(done.stdout)
 
 
-def steady(job: dict[str, Any]) -> dict[str, Any] | None:
-    """A run during which the host's speed did not change, if there is one; where it is not measured, any."""
+def steady(job: dict[str, Any], tries: int) -> dict[str, Any] | None:
+    """A run with `--like` during which the host's speed did not change, or the last one of so many."""
     report = run(job)
-    for _ in range(TRIES - 1):
+    for _ in range(tries - 1):
         if report is None or abs(report["host_after"] / report["host_before"] - 1) < STEADY:
             break
         report = run(job)
@@ -137,6 +136,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of all SPICE runs, in turns")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=3,
+        metavar="N",
+        help="with --like: runs, until the host's speed is steady",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores, with --like one")
     parser.add_argument(
         "--timeline", type=Path, metavar="FOLDER", help="write a timeline of each SPICE run there"
@@ -205,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.timeline.mkdir(exist_ok=True)
             file = f"{placement}-{vram}.json".replace(":", "-").replace("%", "")
             job["timeline"] = str(args.timeline / file)
-        keep(label, steady(job) if args.like else run(job), vram=vram, placement=placement)
+        keep(label, steady(job, args.tries) if args.like else run(job), vram=vram, placement=placement)
     medians = median_times(results, args.decode)
     if args.rounds > 1 and not args.json:
         for label, milliseconds in medians.items():

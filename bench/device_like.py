@@ -25,9 +25,9 @@ from typing import Any
 
 from bench.device_emulator import Speed
 
-SECONDS = 1.0  #: for which the host's speed is measured
+SECONDS = 0.8  #: for which the host's speed is measured
 BYTES = 512 << 20
-PATIENCE = 1.0  #: seconds without a new expert after which no more are expected
+PATIENCE = 0.5  #: seconds without a new expert after which no more are expected
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def test_like_a_machine(tmp_path: Path) -> None:
     """In the proportions of a preset, with products by experts that take their time and are not computed."""
     small = dict(embd=256, ff=256, layers=3, file_type="Q5_K_M")
     model = make_like("deepseek-v2-lite", tmp_path / "m.gguf", thin=True, **small)
-    options = ["--like", "rtx4060", "--vram", "25%", "--ram", "100%", "--no-stock", "--json"]
+    options = ["--like", "rtx4060", "--vram", "25%", "--ram", "100%", "--no-stock", "--tries", "1", "--json"]
     options += ["--decode", "8", "--warm", "4", "--placements", "spice", "static", "lru:all-fetch"]
     done = subprocess.run([sys.executable, str(BENCH), str(model), *options], check=True, capture_output=True)
     report = json.loads(done.stdout)
