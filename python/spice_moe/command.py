@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
+from .budget import parse_size
 from .errors import (
     SpiceBudgetError,
     SpiceError,
@@ -77,10 +81,67 @@ def exit_code(error: Exception) -> int:
 
 def one_line(error: Exception) -> str:
     """The error's message on one line; its class where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"  # without Python's [Errno 2]
+    return " ".join(text.split()) or type(error).__name__
 
 
 def say(name: str, text: str) -> None:
     """A line on stderr. A closed stderr must not hide the exit code."""
     with contextlib.suppress(OSError, ValueError):
         print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on, as an argparse type."""
+    return integer(1)(text)
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """An argparse type: a whole number from ``low`` to ``high``."""
+    bounds = f"of {low} or more" if high is None else f"from {low} to {high}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, not {text!r}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a finite number from ``low`` to ``high``."""
+    bounds = f"of {low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"must be a number {bounds}, not {text!r}")
+        return value
+
+    return parse
+
+
+def size(text: str) -> int:
+    """Bytes, written as 6GiB, as an argparse type."""
+    return checked(parse_size)(text)
+
+
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type from a function whose ValueError says what is wrong."""
+
+    def checked_parse(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked_parse

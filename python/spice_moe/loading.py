@@ -34,17 +34,17 @@ _log_lock = threading.RLock()
 
 
 class ProgressBar:
-    """A bar on stderr that appears once a load takes longer than half a second."""
+    """A bar on stderr that appears once the work takes longer than half a second; ``quiet``: never."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, *, quiet: bool = False) -> None:
+        self._label, self._quiet = label, quiet
         self._started = time.monotonic()
         self._shown = -1
         self._stream = _private_stderr()
 
     def __call__(self, fraction: float) -> None:
         percent = int(100 * fraction)
-        if percent == self._shown or time.monotonic() - self._started < _BAR_DELAY_S:
+        if self._quiet or percent == self._shown or time.monotonic() - self._started < _BAR_DELAY_S:
             return
         self._shown = percent
         bar = "#" * int(_BAR_WIDTH * fraction)

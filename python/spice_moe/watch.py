@@ -18,7 +18,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SpiceError, SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError
+from . import arguments, files
+from .errors import SpiceError, SpiceFormatError, SpiceUnsupportedError
 from .loading import LoadMonitor
 
 BIASES = ("router_bias", "selection_bias")
@@ -166,8 +167,8 @@ class Recorder:
         threads: int = 0,
         progress: bool = False,
     ) -> None:
-        if not Path(model).is_file():
-            raise SpiceFileNotFoundError(f"no such file: {os.fspath(model)}")
+        files.headers(model).close()  # llama.cpp ends the process for some malformed models
+        arguments.check({"n_threads": threads, "n_ctx": n_ctx})
         self.watch = Watch(router_inputs=router_inputs)
         self.n_ctx, self.batch = n_ctx, max(1, min(batch, n_ctx))
         self._model = self._context = None

@@ -96,14 +96,14 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     with pytest.raises(SpiceFileNotFoundError, match=r"t\.npz"):
         trace.load(path)
     path.write_bytes(b"no archive")
-    with pytest.raises(SpiceFormatError, match="not a readable"):
+    with pytest.raises(SpiceFormatError, match="not an .npz"):
         trace.load(path)
     np.savez(path, ids=np.zeros(1))
     with pytest.raises(SpiceFormatError, match="no lens, n_expert"):
         trace.load(path)
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    with pytest.raises(SpiceFormatError, match="single array"):
+    with pytest.raises(SpiceFormatError, match="not an .npz"):
         trace.load(path)
     whole = trace.Trace(**example()).save(path).read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
