@@ -20,13 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run_arguments.parse(argv)
     with contextlib.suppress(AttributeError):  # a replaced stdout may not be a TextIOWrapper
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    return command.run(
-        "spice-run",
-        lambda: _run(args),
-        json_errors=args.json,
-        verbose=args.verbose,
-        value_error=command.OTHER,  # llama.cpp's binding raises it, for a model that does not load
-    )
+    return command.run("spice-run", lambda: _run(args), json_errors=args.json, verbose=args.verbose)
 
 
 def _say(text: str) -> None:
@@ -80,7 +74,12 @@ def _answer(session: Session, prompt: str, args: argparse.Namespace) -> tuple[in
         raise command.UsageError("--system: this model has no chat template")
     chat = session.has_template and not args.raw
     pieces = session.chat(prompt) if chat else session.complete(prompt)
-    text, cut = _stream(pieces, echo=not args.json)
+    try:
+        text, cut = _stream(pieces, echo=not args.json)
+    except ValueError as error:
+        if "context window" not in str(error):
+            raise
+        raise command.UsageError(f"{command.one_line(error)}; --ctx N makes room for more") from error
     return (command.INTERRUPTED if cut else command.OK), text
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .budget import parse_size
@@ -36,32 +37,50 @@ def run(
     json_errors: bool,
     verbose: bool = False,
     interrupted: str = "interrupted",
-    value_error: int = USAGE,
 ) -> int:
     """Do the work of the command ``name``: its exit code, or that of what it raised, told in one line.
 
-    json_errors: print the failure as JSON on stdout, too; verbose: with its traceback on stderr; value_error:
-    the exit code of a plain ValueError, which is wrong usage where the work itself is Python.
+    json_errors: print the failure as JSON on stdout, too; verbose: with its traceback on stderr.
     """
+    _open_streams()
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()  # now, while a failure can be told
+        return code
     except KeyboardInterrupt:
         say(name, interrupted)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has left; Python must not try to flush it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has left
+        _drop_output()
         return OTHER
     except Exception as error:
-        code = value_error if type(error) is ValueError else exit_code(error)
+        code = USAGE if type(error) is ValueError else exit_code(error)
         if verbose:
             traceback.print_exc()
         message = one_line(error)
         say(name, f"error: {message}")
         if json_errors:
             failure = {"type": type(error).__name__, "message": message}
-            print(json.dumps({"error": failure, "exit_code": code}))
+            with contextlib.suppress(OSError):
+                print(json.dumps({"error": failure, "exit_code": code}))
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         return code
+
+
+def _open_streams() -> None:
+    """Give Python the standard streams that the shell closed: it has None in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (for as long as we run)
+
+
+def _drop_output() -> None:
+    """Let what is still to be written go nowhere: Python would try again, and complain, at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_code(error: Exception) -> int:

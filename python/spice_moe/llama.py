@@ -158,6 +158,17 @@ class Llama(llama_cpp.Llama):
         with self._failures_of_compute():
             return super().embed(*args, **kwargs)
 
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As the parent. Raises ValueError for a grammar that does not parse, which crashes the parent."""
+        grammar = kwargs.get("grammar")
+        if grammar is not None:
+            text, root = grammar._grammar.encode(), grammar._root.encode()
+            sampler = llama_cpp.llama_sampler_init_grammar(self._model.vocab, text, root)
+            if not sampler:
+                raise ValueError(f"the grammar does not parse, or has no rule {grammar._root!r}")
+            llama_cpp.llama_sampler_free(sampler)
+        return super()._init_sampler(*args, **kwargs)
+
     def close(self) -> None:
         """Free the model, its contexts, and then SPICE's memory and threads. Safe to call twice."""
         if hasattr(self, "_stack"):  # absent when __init__ failed early

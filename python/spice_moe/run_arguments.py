@@ -67,7 +67,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.raw and (args.system is not None or args.interactive):
         parser.error("--raw sends no chat messages: it excludes --system and -i")
     if not (args.prompt is not None or args.file or args.interactive):
-        args.interactive = sys.stdin.isatty() and not args.json and not args.raw
+        terminal = sys.stdin is not None and sys.stdin.isatty()
+        args.interactive = terminal and not args.json and not args.raw
     if args.lore_budget is not None and not args.lore:
         parser.error("--lore-budget bounds what --lore may cost: give --lore, too")
     try:
