@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
@@ -27,7 +26,7 @@ from spice_moe import (
     SpiceUnsupportedError,
     loading,
 )
-from support import Counts, Stock, assert_same, greedy, open_model, prefill, prompt, usage
+from support import Counts, Stock, assert_same, both, greedy, open_model, prefill, prompt, usage
 from support_models import make_dense, make_lora
 
 TEXT = "The time of the people"
@@ -36,15 +35,6 @@ TEXT = "The time of the people"
 @pytest.fixture(scope="module")
 def path(tiny_model) -> Path:
     return tiny_model("qwen2moe", layers=3, expert_type="Q4_K", seed=1)
-
-
-@contextlib.contextmanager
-def both(path: Path, **options) -> Iterator[tuple[Stock, Llama]]:
-    with (
-        contextlib.closing(open_model(Stock, path, **options)) as stock,
-        contextlib.closing(open_model(Llama, path, **options)) as spice,
-    ):
-        yield stock, spice
 
 
 def test_completion_and_streaming(path: Path) -> None:
