@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,17 @@ class Attachment:
                 warn_if_pageable(needs, self._pool)
                 return
 
+    def _locked(self) -> bool:
+        """Whether llama.cpp could lock what it loaded, if that was asked for; warns if not."""
+        refused = next((line for line in self.monitor.messages if "failed to mlock" in line), None)
+        if self.mlock and refused:
+            warnings.warn(
+                f"use_mlock: the weights are not locked in memory ({refused}); raise `ulimit -l`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self.mlock and refused is None
+
     def _device_plan(self) -> dict[str, Any]:
         """The plan's fields about GPUs."""
         pools = {} if self.core is None else {pool["device"]: pool for pool in self.core.device_pools()}
@@ -355,7 +367,7 @@ class Attachment:
             slab_bytes_min=summary["slab_bytes_min"],
             slab_bytes_max=summary["slab_bytes_max"],
             other_bytes=summary["other_bytes"],
-            load_mode=_LOAD_MODES[self.mmap and not self._lora and not spice, self.mlock],
+            load_mode=_LOAD_MODES[self.mmap and not self._lora and not spice, self._locked()],
             repack=self.options.repack if spice else True,
             ram_budget=pool.get("budget", 0),
             slots=pool.get("n_slots", 0),

@@ -246,10 +246,31 @@ def test_every_parameter_of_the_parent_is_accepted(path: Path) -> None:
         prefill(spice, prompt(8))
 
 
-def test_from_pretrained_passes_options_on() -> None:
-    source = inspect.getsource(llama_cpp.Llama.from_pretrained)
-    assert "cls(" in source
-    assert "**kwargs" in source
+MLOCK = """
+import ctypes, resource, sys, warnings
+libc = ctypes.CDLL(None)
+header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, sets) == 0
+sets[0] &= ~(1 << 14)  # CAP_IPC_LOCK, with which the limit does not hold
+sets[1] &= ~(1 << 14)
+assert libc.capset(header, sets) == 0
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+from spice_moe import Llama
+with warnings.catch_warnings(record=True) as said:
+    llm = Llama(sys.argv[1], use_mlock=True, verbose=False, n_ctx=64, n_threads=1)
+llm.eval([1, 300])
+print(llm.spice.plan.load_mode, *(one.message for one in said))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes a capability away")
+def test_memory_that_cannot_be_locked(path: Path) -> None:
+    """The model runs, and the plan does not say that it is locked."""
+    done = subprocess.run([sys.executable, "-c", MLOCK, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    mode, _, warning = done.stdout.partition(" ")
+    assert mode == "read"
+    assert "not locked" in warning and "ulimit -l" in warning
 
 
 def test_pickle_and_copy(path: Path) -> None:
