@@ -48,11 +48,13 @@ def not_utf8(path: AnyPath, error: UnicodeDecodeError) -> SpiceFormatError:
 
 
 def check_input(path: AnyPath, what: str) -> None:
-    """Raise SpiceFileNotFoundError or SpiceFormatError, naming the path, unless it is a file to read."""
+    """Raise a SpiceError that names the path unless it is a file, `what`, that can be read."""
     if not os.path.exists(path):  # noqa: PTH110  (False where pathlib raises: loops, names too long)
         raise SpiceFileNotFoundError(f"no such file: {os.fspath(path) or repr('')}")
     if not Path(path).is_file():
         raise SpiceFormatError(f"{path}: is no regular file; give {what}")
+    if not os.access(path, os.R_OK):
+        raise SpiceIOError(f"{path}: no permission to read it; change that, or copy the file")
 
 
 def check_output(path: AnyPath, *inputs: AnyPath | None) -> None:

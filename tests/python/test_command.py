@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,42 @@ def test_a_probe_as_json_and_options_that_exclude_each_other(
         assert stop.value.code == 2
     assert plan_cli.main([str(tiny_model()), "--hardware", "laptop-nvme", "--vram", "6G"]) == command.USAGE
     assert "no GPU" in capsys.readouterr().err
+
+
+UNREADABLE = """
+import ctypes, importlib, sys
+libc = ctypes.CDLL(None)
+header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, sets) == 0
+for held in (0, 1):  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, with which the superuser reads everything
+    sets[held] &= ~0b110
+assert libc.capset(header, sets) == 0
+from spice_moe import cli, fit_cli, plan_cli, sim_cli, trace_cli
+secret, folder, model, text = sys.argv[1:]
+for main, *arguments in (
+    (cli.main, secret, "-p", "x"),
+    (cli.main, model, "-f", secret),
+    (cli.main, model, "-p", "x", "--timeline", folder + "/t"),
+    (plan_cli.main, secret, "--hardware", "rtx4060"),
+    (trace_cli.main, secret, "-f", text, "-o", "/tmp/t.npz"),
+    (trace_cli.main, model, "-f", text, "-o", folder + "/t.npz"),
+    (sim_cli.main, secret, "--slab", "1M"),
+    (fit_cli.main, model, "--text", text, "-o", folder + "/x"),
+):
+    print(main(arguments))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes capabilities away")
+def test_without_permission(tmp_path: Path) -> None:
+    secret, folder, text = tmp_path / "secret", tmp_path / "folder", tmp_path / "t.txt"
+    secret.write_bytes(tiny_model().read_bytes())
+    secret.chmod(0)
+    text.write_text(TEXT)
+    folder.mkdir(mode=0o500)
+    names = [str(one) for one in (secret, folder, tiny_model(), text)]
+    done = subprocess.run([sys.executable, "-c", UNREADABLE, *names], capture_output=True, text=True)
+    assert done.stdout.split() == [str(command.IO)] * 8, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 8
+    assert all(re.search(r"secret: .*ermission|folder: no permission", line) for line in lines)
