@@ -14,12 +14,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from worker import run_worker, serve
 
 
 def write_random(model: Path, path: Path, rank: int) -> None:
@@ -128,9 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results: dict[str, list[dict[str, Any]]] = {setting: [] for setting in args.settings}
         for _ in range(args.rounds):
             for setting in args.settings:
-                command = [sys.executable, __file__, "--worker", json.dumps({**job, "setting": setting})]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                results[setting].append(json.loads(done.stdout))
+                results[setting].append(run_worker(Path(__file__), {**job, "setting": setting}, setting))
     if args.json:
         print(json.dumps(dict(configuration=job, results=results), indent=2))
         return 0
@@ -146,6 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(work(json.loads(sys.argv[2]))))
+        serve(work)
     else:
         sys.exit(main())

@@ -17,12 +17,13 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from worker import run_worker
 
 WORKER = Path(__file__).with_name("prefetch_worker.py")
 THROTTLE = Path("/sys/fs/cgroup/blkio")
@@ -59,12 +60,7 @@ def run(job: dict[str, Any], group: Path | None) -> dict[str, Any]:
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    done = subprocess.run(
-        [sys.executable, str(WORKER), json.dumps(job)], stdout=subprocess.PIPE, text=True, preexec_fn=enter
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"the worker for {job['mode']} ended with exit code {done.returncode}")
-    return json.loads(done.stdout)
+    return run_worker(WORKER, job, job["mode"], enter=enter)
 
 
 def describe(mode: str, n_tokens: int, reports: Sequence[dict[str, Any]]) -> str:

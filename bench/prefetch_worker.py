@@ -1,19 +1,18 @@
-"""One run of bench/prefetch.py: `prefetch_worker.py JSON`, in the cgroup that the parent put it in.
+"""One run of bench/prefetch.py: `prefetch_worker.py --worker JSON`, in the cgroup that the parent put it in.
 
-Prints one JSON object: seconds of the counted tokens, SPICE's counters of them, the most likely tokens. Mode
+The report: seconds of the counted tokens, SPICE's counters of them, the most likely tokens. Mode
 `record` writes the routing of the text instead, for the oracle.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
 import numpy as np
 from decoding import PROMPT, decode, read_text
 from spice_moe import Llama
+from worker import serve
 
 PROMPTS = 4  #: with --prompt; the first finds the pool as decoding left it and is not counted
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -32,9 +31,8 @@ def load_routing(path: str) -> list[tuple[int, np.ndarray]]:
         return list(zip(file["layers"].tolist(), calls, strict=True))
 
 
-def main() -> int:
-    """Run the job of argv[1]; see the parent for its fields."""
-    job: dict[str, Any] = json.loads(sys.argv[1])
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """One run; see the parent for the job's fields."""
     mode = job["mode"]
     options: dict[str, Any] = dict(OPTIONS[mode])
     if mode in ("default", "always"):
@@ -69,10 +67,8 @@ def main() -> int:
         llm.eval(text[n * job["prompt"] : (n + 1) * job["prompt"]])
         prompts.append(time.perf_counter() - started)
     llm.close()
-    report = {"seconds": seconds, "counters": counters, "plan": plan, "best": best, "prompts": prompts[1:]}
-    print(json.dumps(report))
-    return 0
+    return {"seconds": seconds, "counters": counters, "plan": plan, "best": best, "prompts": prompts[1:]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(work)

@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,13 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from disk_probe import probe
 from memory_limit import CannotLimit, MemoryGroup, memory_limit
+from worker import Job, Report, run_worker
 
 WORKER = Path(__file__).with_name("ram_pressure_worker.py")
 GIB = 2**30
 OTHER_NEEDS = GIB  # what a process takes beside the weights: contexts, buffers, Python
-
-Job = dict[str, Any]
-Report = dict[str, Any]
 
 
 def parse_bytes(text: str) -> int:
@@ -75,15 +72,8 @@ def drop_from_page_cache(files: Sequence[Path]) -> None:
 def run(job: Job, group: MemoryGroup | None, files: Sequence[Path]) -> Report:
     """One worker process in the group (None: no limit)."""
     drop_from_page_cache(files)
-    done = subprocess.run(
-        [sys.executable, str(WORKER), json.dumps(job | dict(outside=group and group.outside))],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=None if group is None else group.enter,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"the worker of '{job['label']}' ended with exit code {done.returncode}")
-    return json.loads(done.stdout)
+    whole = job | dict(outside=group and group.outside)
+    return run_worker(WORKER, whole, job["label"], enter=None if group is None else group.enter)
 
 
 def plan_jobs(args: argparse.Namespace) -> list[Job]:

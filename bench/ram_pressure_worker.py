@@ -1,11 +1,10 @@
-"""One run of bench/ram_pressure.py: `ram_pressure_worker.py JSON`, in the cgroup that the parent put it in.
+"""One run of bench/ram_pressure.py: `ram_pressure_worker.py --worker JSON`, in the cgroup it was put in.
 
-Prints one JSON object: seconds per task, peak resident memory, the ids that were decoded, SPICE's counters.
+The report: seconds per task, peak resident memory, the ids that were decoded, SPICE's counters.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import llama_cpp
 from decoding import PROMPT, decode, read_text
+from worker import serve
 
 
 class Run:
@@ -86,9 +86,8 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
     )  # fmt: skip
 
 
-def main() -> int:
-    """Run the job of argv[1]; see the parent for its fields."""
-    job: dict[str, Any] = json.loads(sys.argv[1])
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """One run; see the parent for the job's fields."""
     if job["touch"]:
         subprocess.run([sys.executable, "-c", TOUCH, str(job["touch"]), job["outside"]], check=True)
     started = time.perf_counter()
@@ -105,9 +104,8 @@ def main() -> int:
         report["plan"] = llm.spice.plan.to_dict()  # type: ignore[attr-defined]
         report["plan_text"] = str(llm.spice.plan)  # type: ignore[attr-defined]
     llm.close()
-    print(json.dumps(report))
-    return 0
+    return report
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(work)

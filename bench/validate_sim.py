@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 from decoding import PROMPT
 from ram_pressure import drop_from_page_cache
 from spice_moe import hardware, probe, sim, sim_models, trace
+from worker import run_worker, serve
 
 PARTS = 3  #: reads of an expert: gate, up, down
 ALIGNMENT = 4096
@@ -103,9 +103,7 @@ class Measured:
                    strategy=strategy, budget=share, twice=twice)  # fmt: skip
         drop_from_page_cache([args.model])
         before = self._disk()
-        command = [sys.executable, __file__, "--worker", json.dumps(job)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        report = json.loads(done.stdout)
+        report = run_worker(Path(__file__), job, f"{strategy} {share:.0%}")
         counters = report["counters"]
         return {
             "tpot": report["seconds"] / args.decode,
@@ -163,7 +161,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(work(json.loads(sys.argv[2]))))
+        serve(work)
         return 0
     args = parse(argv)
     shape = sim_models.of_gguf(args.model)

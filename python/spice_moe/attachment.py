@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
-from . import _core, lore
+from . import _core, files, lore
 from .budget import FreeMemory, free_memory, is_auto, resolve
 from .device import (
     DeviceShare,
@@ -22,7 +23,7 @@ from .device import (
     resolve_vram,
     warn_if_pageable,
 )
-from .errors import SpiceBudgetError, SpiceFormatError, SpiceMemoryError
+from .errors import SpiceBudgetError, SpiceMemoryError
 from .loading import LoadMonitor
 from .options import SpiceOptions
 from .plan import EXACT, EXACT_STOCK, ON_DEVICE, REPACKED, Plan, format_bytes
@@ -73,7 +74,7 @@ def open_core(path: str, options: SpiceOptions, kv_overrides: dict[str, Any] | N
         core = _core.Model(path, expert_used=used, **settings)
         core.summary()
     except UnicodeDecodeError as error:
-        raise not_utf8(path, error) from error
+        raise files.not_utf8(path, error) from error
     if used and f"{core.summary()['architecture']}{_USED_KEY}" not in asked:  # meant for another architecture
         core.close()
         core = _core.Model(path, expert_used=0, **settings)
@@ -86,15 +87,10 @@ def sidecar_for(path: str, options: SpiceOptions, *, beside: bool | None = None)
     ``beside``: look beside the model; None: if something is to be read ahead.
     """
     if options.sidecar is not None:
-        return os.fspath(options.sidecar)
+        return files.name(options.sidecar)
     look = bool(options.prefetch) if beside is None else beside
     neighbour = default_path(path)
     return str(neighbour) if look and neighbour.is_file() else ""
-
-
-def not_utf8(path: str, error: UnicodeDecodeError) -> SpiceFormatError:
-    """The exception for a header with texts that are not UTF-8."""
-    return SpiceFormatError(f"{path}: texts in the header are not UTF-8 ({error}); get the file again")
 
 
 class Attachment:
@@ -239,6 +235,17 @@ class Attachment:
                 warn_if_pageable(needs, self._pool)
                 return
 
+    def _locked(self) -> bool:
+        """Whether llama.cpp could lock what it loaded, if that was asked for; warns if not."""
+        refused = next((line for line in self.monitor.messages if "failed to mlock" in line), None)
+        if self.mlock and refused:
+            warnings.warn(
+                f"use_mlock: the weights are not locked in memory ({refused}); raise `ulimit -l`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self.mlock and refused is None
+
     def _device_plan(self) -> dict[str, Any]:
         """The plan's fields about GPUs."""
         pools = {} if self.core is None else {pool["device"]: pool for pool in self.core.device_pools()}
@@ -360,7 +367,7 @@ class Attachment:
             slab_bytes_min=summary["slab_bytes_min"],
             slab_bytes_max=summary["slab_bytes_max"],
             other_bytes=summary["other_bytes"],
-            load_mode=_LOAD_MODES[self.mmap and not self._lora and not spice, self.mlock],
+            load_mode=_LOAD_MODES[self.mmap and not self._lora and not spice, self._locked()],
             repack=self.options.repack if spice else True,
             ram_budget=pool.get("budget", 0),
             slots=pool.get("n_slots", 0),

@@ -23,6 +23,7 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 # Left to the system and to what grows later: this share of the free memory, at least this much.
 _MARGIN_SHARE = 0.05
 _MARGIN_BYTES = 256 * 2**20
+_LARGEST = 2**63  # bytes are 64-bit numbers in C++
 _NO_LIMIT = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
@@ -31,7 +32,10 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"not a size: {text!r}; write 6GiB, 6G, 512M or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size >= _LARGEST:
+        raise ValueError(f"not a size of any memory: {text!r}")
+    return int(size)
 
 
 def is_auto(budget: Budget) -> bool:

@@ -64,6 +64,8 @@ def budgets_for(budget: VramBudget, devices: Sequence[str]) -> list[Budget]:
     each = _each(budget)
     if len(each) == 1:
         return each * len(devices)
+    if not any(devices):
+        raise SpiceBudgetError(f"vram_budget={budget!r} has {len(each)} sizes, and llama.cpp uses no GPU")
     if len(each) != len(devices):
         raise SpiceBudgetError(
             f"vram_budget={budget!r} has {len(each)} sizes, and llama.cpp uses {len(devices)} GPUs for this "

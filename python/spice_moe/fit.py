@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import _core, capture, fit_solve, sidecar
+from . import _core, capture, files, fit_solve, sidecar
 from .budget import Budget
 from .errors import SpiceUnsupportedError
 from .fit_lore_run import LoreRun
@@ -95,11 +95,13 @@ def fit(
     Raises SpiceUnsupportedError for a model without usable routers, ValueError for too little text, and what
     `Llama` raises. No file is written then, nor when interrupted.
     """
-    options = options or FitOptions()
+    options, model = options or FitOptions(), files.name(model)
     sidecar.writer_package()  # now, not after the work
     output = sidecar.default_path(model) if output is None else Path(output)
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"no such folder: {output.absolute().parent}")
+    files.check_output(output, model)
+    # No text has more tokens than bytes: a context for more would only take memory.
+    longest = max((len(text.encode()) for text in texts.values()), default=0)
+    options = replace(options, chunk=min(options.chunk, max(longest, 16)))
     heads = _core.heads.Heads(os.fspath(model), expert_used=options.expert_used, max_horizon=options.horizons)
     groups = range(len(heads.layers)) if options.heads else ()
     routers = {g: Router.read(heads, g) for g in groups if heads.has_router(g)}
@@ -200,9 +202,13 @@ def open_model(model: str | os.PathLike[str], options: FitOptions) -> Llama:
     """The model in SPICE, with a context of one chunk. Raises what `Llama` raises."""
     arguments: dict[str, Any] = {}
     if options.expert_used:
-        with contextlib.closing(_core.Model(os.fspath(model))) as core:
-            arch = core.summary()["architecture"]
-        arguments["kv_overrides"] = {f"{arch}.expert_used_count": options.expert_used}
+        summary = files.summary(model)
+        if options.expert_used > summary["n_expert"]:
+            raise ValueError(
+                f"{os.fspath(model)} has {summary['n_expert']} experts: {options.expert_used} of them cannot "
+                f"be used per token"
+            )
+        arguments["kv_overrides"] = {f"{summary['architecture']}.expert_used_count": options.expert_used}
     if options.n_threads:
         arguments["n_threads"] = arguments["n_threads_batch"] = options.n_threads
     return Llama(
@@ -248,7 +254,7 @@ def _split(llm: Llama, texts: Mapping[str, str], options: FitOptions, most_rows:
     out.fit += out.choose[kept:]
     del out.choose[kept:]
     if len(out.fit) < LEAST_CHUNKS - 2 or not out.choose or not out.report:
-        raise ValueError(f"{total} tokens of text are too few: give at least {LEAST_CHUNKS * 16}")
+        raise ValueError(f"{used} tokens of text are too few: give at least {LEAST_CHUNKS * 16}")
     return out, used
 
 

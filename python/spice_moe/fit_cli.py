@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, budget, command, fit, fit_recall
+from . import __version__, command, files, fit, fit_recall
 from .loading import ProgressBar
 from .plan import format_bytes
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    with contextlib.closing(ProgressBar("fitting")) as bar:
+    with contextlib.closing(ProgressBar("fitting", quiet=not sys.stderr.isatty())) as bar:
         report = _fit(args, bar)
     report["seconds"] = time.monotonic() - started
     print(json.dumps(report) if args.json else describe(report))
@@ -103,6 +103,8 @@ def _fit(args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
         while name in texts:
             name += "'"
         texts[name] = path.read_text(encoding="utf-8", errors="replace")
+    if args.output is not None:
+        files.check_output(args.output, args.model, *args.text)
     options = fit.FitOptions(
         horizons=args.horizons,
         chunk=args.chunk,
@@ -132,47 +134,35 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "-o", "--output", metavar="OUT", type=Path, help="the file to write (default: MODEL.spice.gguf)"
     )
-    parser.add_argument("--tokens", metavar="N", type=_count, default=0, help="use N tokens of the text")
     parser.add_argument(
-        "--lore", metavar="RANK", type=_count, default=0,
+        "--tokens", metavar="N", type=command.count, default=0, help="use N tokens of the text"
+    )
+    parser.add_argument(
+        "--lore", metavar="RANK", type=command.count, default=0,
         help="fit stand-ins for experts, too, of this rank (8 to 64; 32 is 4 %% of experts of usual shapes)",
     )  # fmt: skip
     parser.add_argument("--no-heads", action="store_true", help="no prediction, stand-ins alone")
     parser.add_argument(
-        "--horizons", metavar="N", type=_count, default=6, help="MoE layers to look ahead (default 6)"
+        "--horizons", metavar="N", type=command.count, default=6, help="MoE layers to look ahead (default 6)"
     )
     parser.add_argument(
-        "--chunk", metavar="N", type=_count, default=256,
+        "--chunk", metavar="N", type=command.count, default=256,
         help="evaluate the text in sequences of N tokens, each from an empty context (default 256)",
     )  # fmt: skip
     parser.add_argument(
-        "--memory", metavar="SIZE", type=_size, default=2 << 30,
+        "--memory", metavar="SIZE", type=command.size, default=2 << 30,
         help="for the sums; layers that do not fit are fitted in further passes over the text (default 2GiB)",
     )  # fmt: skip
     parser.add_argument("--ram", metavar="SIZE", default="auto", help="for experts, as in spice-run")
     parser.add_argument(
-        "--experts-used", metavar="K", type=_count, default=0,
+        "--experts-used", metavar="K", type=command.count, default=0,
         help="experts per token (default: the model's own number); use the same when running",
     )  # fmt: skip
-    parser.add_argument("--threads", metavar="N", type=_count, default=0, help="default: all cores")
+    parser.add_argument("--threads", metavar="N", type=command.count, default=0, help="default: all cores")
     parser.add_argument("--json", action="store_true", help="print a JSON report on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _size(text: str) -> int:
-    try:
-        return budget.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from . import _core
+from . import _core, files
 from .budget import parse_size
 from .errors import SpiceFileNotFoundError, SpiceFormatError
 
@@ -129,10 +129,11 @@ def load(name: str | Path) -> Hardware:
         text = (resources.files("spice_moe") / "data" / "hardware" / f"{name}.toml").read_text("utf-8")
         return parse(text, str(name))
     path = Path(name)
-    if not path.is_file():
+    if not path.exists():
         raise SpiceFileNotFoundError(
-            f"no hardware preset and no file: {name}; presets are {', '.join(presets())}"
+            f"no hardware preset and no file: {str(name) or repr('')}; presets are {', '.join(presets())}"
         )
+    files.check_input(path, f"a TOML file, or a preset: {', '.join(presets())}")
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:

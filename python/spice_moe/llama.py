@@ -12,8 +12,8 @@ import jinja2
 import llama_cpp
 import llama_cpp._internals as internals
 
-from . import _core
-from .attachment import Attachment, not_utf8
+from . import _core, arguments, files
+from .attachment import Attachment
 from .budget import Budget
 from .device import VramBudget
 from .errors import (
@@ -98,10 +98,11 @@ class Llama(llama_cpp.Llama):
             lore_prompts=lore_prompts,
             progress=progress,
         )
-        path = os.fspath(model_path)
-        for file in filter(None, (path, kwargs.get("lora_path"))):
-            if not os.path.exists(file):  # noqa: PTH110  (the parent accepts what this accepts)
-                raise SpiceFileNotFoundError(f"no such file: {file}")
+        path = files.name(model_path)
+        for file in (path, kwargs.get("lora_path")):
+            if file is not None and not os.path.exists(files.name(file)):  # noqa: PTH110  (as the parent)
+                raise SpiceFileNotFoundError(f"no such file: {file or repr('')}")
+        arguments.check(kwargs)
         attachment = self._attachment = Attachment(path, options, kwargs)
         try:
             with (
@@ -157,6 +158,17 @@ class Llama(llama_cpp.Llama):
         with self._failures_of_compute():
             return super().embed(*args, **kwargs)
 
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As the parent. Raises ValueError for a grammar that does not parse, which crashes the parent."""
+        grammar = kwargs.get("grammar")
+        if grammar is not None:
+            text, root = grammar._grammar.encode(), grammar._root.encode()
+            sampler = llama_cpp.llama_sampler_init_grammar(self._model.vocab, text, root)
+            if not sampler:
+                raise ValueError(f"the grammar does not parse, or has no rule {grammar._root!r}")
+            llama_cpp.llama_sampler_free(sampler)
+        return super()._init_sampler(*args, **kwargs)
+
     def close(self) -> None:
         """Free the model, its contexts, and then SPICE's memory and threads. Safe to call twice."""
         if hasattr(self, "_stack"):  # absent when __init__ failed early
@@ -208,7 +220,11 @@ class Llama(llama_cpp.Llama):
         except SpiceError:
             raise
         except UnicodeDecodeError as error:
-            raise not_utf8(path, error) from error
+            raise files.not_utf8(path, error) from error
+        except MemoryError as error:  # the parent's arrays: logits of a batch, tokens of a context
+            raise SpiceMemoryError(
+                f"{path}: not enough memory: {error}; use a smaller n_ctx or n_batch"
+            ) from error
         except jinja2.TemplateError as error:
             raise SpiceFormatError(f"{path}: the model's chat template is broken: {error}") from error
         except (ValueError, RuntimeError) as error:

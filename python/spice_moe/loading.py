@@ -11,12 +11,13 @@ import contextlib
 import ctypes
 import os
 import re
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
-from typing import TextIO
+from types import FrameType, TracebackType
+from typing import Any, TextIO
 
 import llama_cpp
 
@@ -29,22 +30,53 @@ _KEPT_LINES = 20
 _BAR_DELAY_S = 0.5  # a load shorter than this shows no bar
 _BAR_WIDTH = 30
 
+
+class HeldInterrupt:
+    """Holds Ctrl-C back while C calls back into Python, where ctypes would print and forget it.
+
+    A context manager; at its end the signal is handled as it would have been. Does nothing but in the main
+    thread, which alone gets signals.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False  #: for a callback to ask, so that C stops early
+        self._handler: Any = None
+
+    def __enter__(self) -> HeldInterrupt:
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.seen = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self.seen:
+                self._handler(signal.SIGINT, None)  # raises KeyboardInterrupt, unless the user has another
+
+
 # The log callback of llama.cpp is one global, so loads that listen to it take turns.
 _log_lock = threading.RLock()
 
 
 class ProgressBar:
-    """A bar on stderr that appears once a load takes longer than half a second."""
+    """A bar on stderr that appears once the work takes longer than half a second; ``quiet``: never."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, *, quiet: bool = False) -> None:
+        self._label, self._quiet = label, quiet
         self._started = time.monotonic()
         self._shown = -1
         self._stream = _private_stderr()
 
     def __call__(self, fraction: float) -> None:
         percent = int(100 * fraction)
-        if percent == self._shown or time.monotonic() - self._started < _BAR_DELAY_S:
+        if self._quiet or percent == self._shown or time.monotonic() - self._started < _BAR_DELAY_S:
             return
         self._shown = percent
         bar = "#" * int(_BAR_WIDTH * fraction)
@@ -89,6 +121,7 @@ class LoadMonitor:
         self._lines: list[str] = []
         self.layer_devices: dict[int, str] = {}  #: which device llama.cpp put each layer on
         self._exit = contextlib.ExitStack()
+        self._held = HeldInterrupt()
         self.interrupted: BaseException | None = None  #: what a callback raised; the load was told to stop
         self.stopped = False  #: the progress callback returned False
         self.progress_callback = llama_cpp.llama_progress_callback(self._on_progress)
@@ -99,19 +132,20 @@ class LoadMonitor:
         return [line.strip() for line in self._lines if line.strip()]
 
     def __enter__(self) -> LoadMonitor:
+        self._exit.enter_context(self._held)
         self._exit.enter_context(self._listening())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit.close()
         if self._bar is not None:
             self._bar.close()
+        self._exit.close()
 
     def _on_progress(self, fraction: float, _user_data: int | None) -> bool:
         try:
-            if self.interrupted is not None:
+            if self.interrupted is not None or self._held.seen:
                 return False
             if self._report is not None:
                 self.stopped |= self._report(min(1.0, fraction / self._portion)) is False

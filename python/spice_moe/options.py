@@ -6,10 +6,9 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from . import _core, budget, device, lore
+from . import _core, budget, device, files, lore
 from .budget import Budget
 from .device import VramBudget
 
@@ -104,10 +103,14 @@ class SpiceOptions:
         lore.check(self.lore, self.lore_budget, self.lore_prompts)
         budget.check(self.ram_budget)
         device.check_vram(self.vram_budget)
-        if self.timeline is not None and not Path(self.timeline).absolute().parent.is_dir():
-            raise ValueError(f"timeline={os.fspath(self.timeline)!r}: there is no such folder")
+        if self.timeline is not None:
+            files.check_output(files.name(self.timeline))
         if not (self.placement is None or isinstance(self.placement, str)):
             raise TypeError(f"placement must be a name, not {self.placement!r}")
+        if self.placement is not None and self.placement not in device.placements():
+            raise ValueError(
+                f"no placement is called {self.placement!r}; choose one of: {' '.join(device.placements())}"
+            )
         if not (self.strategy is None or isinstance(self.strategy, str)):
             raise TypeError(f"strategy must be a name, not {self.strategy!r}")
         if not (isinstance(self.prefetch, bool) or self.prefetch == "always"):

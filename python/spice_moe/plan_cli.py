@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import budget, command, hardware, probe, sim, sim_models
+from . import budget, command, files, hardware, probe, sim, sim_models
 from .plan import format_bytes
 from .trace import Trace
 
@@ -61,10 +61,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", nargs="?", type=Path, metavar="MODEL", help="a .gguf file")
     add("--hardware", metavar="NAME", help=f"{', '.join(hardware.presets())}, or a file (default: a probe)")
-    add("--ram", type=budget.parse_size, metavar="SIZE", help="memory for the model (default: what is free)")
+    add("--ram", type=command.size, metavar="SIZE", help="memory for the model (default: what is free)")
     add(
         "--vram",
-        type=budget.parse_size,
+        type=command.size,
         metavar="SIZE",
         help="GPU memory for the model (default: all of it); 0: no GPU",
     )
@@ -74,15 +74,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.model is None and args.probe is None:
         parser.error("give a MODEL, or --probe FILE")
+    if args.probe is not None and args.hardware is not None:
+        parser.error("--probe measures this machine: leave out --hardware")
+    if args.file is not None and args.probe is None:
+        parser.error("--file is what --probe reads: give --probe, too")
     return args
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.probe is not None:
+        files.check_output(args.probe, args.file, args.model)
         measured = probe.measure(args.file or args.model)
         args.probe.write_text(hardware.to_toml(measured, ("Measured by spice-plan --probe.",)), "utf-8")
         command.say("spice-plan", f"wrote {args.probe}")
         if args.model is None:
+            if args.json:
+                print(json.dumps({"hardware": str(args.probe), **asdict(measured)}, indent=1))
             return command.OK
     shape = sim_models.of_gguf(args.model)
     if args.probe is not None:
@@ -91,6 +98,8 @@ def _run(args: argparse.Namespace) -> int:
         machine = hardware.load(args.hardware)
     else:
         machine = probe.measure(args.model, shape.types)
+    if args.vram and not machine.has_device:
+        raise command.UsageError(f"--vram: there is no GPU in {machine.name}; leave it out")
     report = plan(shape, machine, ram=args.ram, vram=args.vram, here=args.hardware is None)
     if args.json:
         print(json.dumps(report, indent=1))

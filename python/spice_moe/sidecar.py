@@ -82,7 +82,7 @@ class Lore:
 def default_path(model: str | os.PathLike[str]) -> Path:
     """Where the sidecar of a model lies by default: NAME.spice.gguf beside NAME.gguf."""
     path = Path(model)
-    return path.with_name(path.name.removesuffix(".gguf") + ".spice.gguf")
+    return path.parent / (path.name.removesuffix(".gguf") + ".spice.gguf")
 
 
 def writer_package() -> Any:

@@ -11,7 +11,7 @@ What is simulated, and what is not: docs/simulator.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -130,20 +130,12 @@ def run(
     shape: Shape,
     strategy: str,
     *,
-    slots: int,
-    memory_slots: int = 0,
-    use_device: bool = True,
-    options: Options | None = None,
     sequences: int = 0,
     tokens: int = 0,
+    **how: Any,
 ) -> Run:
-    """Simulate one strategy with `slots` experts in the fast pool (VRAM, or memory without a device).
-
-    memory_slots: with a device, experts that memory holds (0: all). Raises ValueError that names a wrong
-    argument, or a pool too small for the strategy.
-    """
-    return _play(_Played.of(trace, sequences, tokens), hardware, shape, strategy, slots=slots,
-                 memory_slots=memory_slots, use_device=use_device, options=options)  # fmt: skip
+    """Simulate one strategy on a trace, cut as by `cut`. `how`: slots and what else `_play` takes."""
+    return _play(_Played.of(trace, sequences, tokens), hardware, shape, strategy, **how)
 
 
 @dataclass(frozen=True)
@@ -181,6 +173,11 @@ def _play(
     use_device: bool = True,
     options: Options | None = None,
 ) -> Run:
+    """Simulate one strategy with `slots` experts in the fast pool (VRAM, or memory without a device).
+
+    memory_slots: with a device, experts that memory holds (0: all). Raises ValueError that names a wrong
+    argument, or a pool too small for the strategy.
+    """
     o = options or Options()
     machine = hardware.machine(use_device=use_device, types=shape.types)
     core = _core.sim.SimOptions()
@@ -246,20 +243,22 @@ def sweep(
     *,
     sequences: int = 0,
     tokens: int = 0,
-    **arguments: Any,
+    progress: Callable[[float], object] | None = None,
+    **how: Any,
 ) -> list[Run]:
     """Every strategy at every pool size (a share of all experts, at least one token's top-k), as `run`.
 
-    Strategies that split their pool are left out where there is less than a slot per layer.
+    Strategies that split their pool are left out where there is less than a slot per layer. progress: called
+    with the fraction done.
     """
     played = _Played.of(trace, sequences, tokens)
+    sizes = [max(shape.top_k, round(shape.experts_total * share)) for share in shares]
+    pairs = [(n, name) for n in sizes for name in names if n >= shape.layers or name not in SPLIT]
     runs = []
-    for share in shares:
-        slots = max(shape.top_k, round(shape.experts_total * share))
-        for name in names:
-            if slots < shape.layers and name in SPLIT:
-                continue
-            runs.append(_play(played, hardware, shape, name, slots=slots, **arguments))
+    for done, (slots, name) in enumerate(pairs, 1):
+        runs.append(_play(played, hardware, shape, name, slots=slots, **how))
+        if progress is not None:
+            progress(done / len(pairs))
     return runs
 
 

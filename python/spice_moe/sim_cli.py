@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import command, hardware, sim, sim_models, trace
-from .budget import parse_size
+from . import command, files, hardware, sim, sim_models, trace
 from .errors import SpiceUnsupportedError
+from .loading import ProgressBar
 
 _EPILOG = """\
 examples:
@@ -53,7 +54,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--slots",
         nargs="+",
-        type=float,
+        type=command.number(0, 100),
         default=[10, 20, 30, 50],
         metavar="%",
         help="pool, %% of the experts",
@@ -61,42 +62,54 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--no-device", action="store_true", help="leave the GPU out: the pool is RAM, fed from the disk")
     add(
         "--ram",
-        type=parse_size,
+        type=command.size,
         default=0,
         metavar="SIZE",
         help="memory for experts beside a GPU (default: all)",
     )
     model = parser.add_argument_group("model (default: recognised by the trace's name)")
     model.add_argument("--model", type=Path, metavar="GGUF", help="take sizes from this file's headers")
-    model.add_argument("--bits", type=float, default=sim_models.DEFAULT_BITS, help="bits per weight")
-    model.add_argument("--slab", type=parse_size, metavar="SIZE", help="bytes of one expert")
     model.add_argument(
-        "--other", type=parse_size, default=0, metavar="SIZE", help="with --slab: other weights"
+        "--bits", type=command.number(0.1, 64), default=sim_models.DEFAULT_BITS, help="bits per weight"
+    )
+    model.add_argument("--slab", type=command.size, metavar="SIZE", help="bytes of one expert")
+    model.add_argument(
+        "--other", type=command.size, default=0, metavar="SIZE", help="with --slab: other weights"
     )
     play = parser.add_argument_group("how the trace is played")
-    play.add_argument("--batch", type=int, default=1, help="tokens per step (default 1)")
+    play.add_argument("--batch", type=command.count, default=1, help="tokens per step (default 1)")
     play.add_argument("--prefill", type=int, default=0, help="first tokens that are one prompt; -1: all")
     play.add_argument("--draft", type=int, default=0, help="drafted tokens per step, for every strategy")
-    play.add_argument("--acceptance", type=float, default=0.75, help="chance that a drafted token is right")
+    play.add_argument(
+        "--acceptance", type=command.number(0, 1), default=0.75, help="chance that a drafted token is right"
+    )
     play.add_argument(
         "--predictor",
         default="",
         help="none, recorded (in the trace), history, replay; default: the recall that each has published",
     )
     play.add_argument(
-        "--recall", nargs="*", type=float, default=[], help="of the predictions, by layers ahead"
+        "--recall",
+        nargs="*",
+        type=command.number(0, 1),
+        default=[],
+        help="of the predictions, by layers ahead",
     )
     play.add_argument("--cold", action="store_true", help="empty the pools between sequences")
     play.add_argument(
         "--warm", action="store_true", help="start the pools as the static ones: with the trace's most used"
     )
-    play.add_argument("--sequences", type=int, default=20, help="at most so many of the trace; 0: all")
-    play.add_argument("--tokens", type=int, default=256, help="at most so many of each; 0: all")
+    play.add_argument(
+        "--sequences", type=command.integer(0), default=20, help="at most so many of the trace; 0: all"
+    )
+    play.add_argument(
+        "--tokens", type=command.integer(0), default=256, help="at most so many of each; 0: all"
+    )
     add("--plot", type=Path, metavar="FILE", help="draw TPOT against slots (.svg, .png, .pdf)")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
-    if min(args.slots) <= 0 or min(args.sequences, args.tokens) < 0:
-        parser.error("--slots must be above 0, --sequences and --tokens 0 or more")
+    if min(args.slots) <= 0:
+        parser.error("--slots must be above 0")
     known = sim.strategies()
     if args.strategy == ["all"]:
         args.strategy = list(known)
@@ -108,7 +121,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
-        _pyplot()  # say that it is missing before the work
+        files.check_output(args.plot, args.trace, args.model)  # what would fail, before the work
+        figure = _pyplot().figure()
+        kinds = figure.canvas.get_supported_filetypes()
+        _pyplot().close(figure)
+        if args.plot.suffix[1:] not in kinds:
+            raise command.UsageError(f"--plot {args.plot}: give a name that ends in one of {' '.join(kinds)}")
     routing = trace.load(args.trace, router_inputs=False)
     machine = hardware.load(args.hardware)
     shape = _shape(args, routing)
@@ -127,18 +145,20 @@ def _run(args: argparse.Namespace) -> int:
         predictor=args.predictor,
         recall=tuple(args.recall),
     )
-    runs = sim.sweep(
-        routing,
-        machine,
-        shape,
-        args.strategy,
-        [percent / 100 for percent in args.slots],
-        memory_slots=memory_slots,
-        use_device=use_device,
-        options=options,
-        sequences=args.sequences,
-        tokens=args.tokens,
-    )
+    with contextlib.closing(ProgressBar("simulating", quiet=not sys.stderr.isatty())) as bar:
+        runs = sim.sweep(
+            routing,
+            machine,
+            shape,
+            args.strategy,
+            [percent / 100 for percent in args.slots],
+            memory_slots=memory_slots,
+            use_device=use_device,
+            options=options,
+            sequences=args.sequences,
+            tokens=args.tokens,
+            progress=bar,
+        )
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     resident = sim.resident_tpot(machine.machine(use_device=use_device, types=shape.types), shape)
     if args.json:

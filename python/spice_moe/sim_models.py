@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _core
+from . import _core, files
 from .errors import SpiceUnsupportedError
 from .trace import Trace
 
@@ -91,7 +91,7 @@ def of_trace(trace: Trace, name: str, bits: float = DEFAULT_BITS) -> Shape:
 
 def of_gguf(path: str | os.PathLike[str]) -> Shape:
     """The shape in a GGUF's headers. Raises SpiceError subclasses, for a dense model, too."""
-    core = _core.Model(str(path))
+    core = files.headers(path)
     try:
         summary = core.summary()
         layers = core.slab_bytes()

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SpiceError, SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError
+from . import files
+from .errors import SpiceError, SpiceFormatError, SpiceUnsupportedError
 from .watch import BIASES, Recorder, Seen
 
 if TYPE_CHECKING:
@@ -107,13 +108,11 @@ def load(path: str | os.PathLike[str], *, router_inputs: bool = True) -> Trace:
     Raises SpiceFileNotFoundError, or SpiceFormatError that says what is wrong with the file.
     """
     path = Path(path)
-    if not path.is_file():
-        raise SpiceFileNotFoundError(f"no such file: {path}")
+    files.check_input(path, "a routing trace, which spice-trace writes")
+    if not zipfile.is_zipfile(path):
+        raise SpiceFormatError(f"{path}: not an .npz routing trace; spice-trace writes one")
     try:
-        archive = np.load(path, allow_pickle=False)
-        if isinstance(archive, np.ndarray):
-            raise SpiceFormatError(f"{path}: a single array, not an .npz routing trace")
-        with archive:
+        with np.load(path, allow_pickle=False) as archive:
             missing = [name for name in _REQUIRED if name not in archive.files]
             if missing:
                 raise SpiceFormatError(f"{path}: not a routing trace, it has no {', '.join(missing)}")
@@ -270,6 +269,7 @@ def record(
         experts, ValueError for no text. No file is written then.
     """
     path = Path(path)
+    files.check_output(path, model, sidecar)
     if sequence < 1:
         raise ValueError(f"a sequence of {sequence} tokens")
     forecaster = None
@@ -279,7 +279,8 @@ def record(
         forecaster = open_forecaster(model, predictions, sidecar)  # what it refuses, before the work
     recorder = Recorder(
         model,
-        n_ctx=sequence,
+        # No text has more tokens than bytes, and one for BOS: a context for more would only take memory.
+        n_ctx=min(sequence, max((_bytes(text) for text in texts), default=0) + 1),
         batch=1 if decode else batch,
         router_inputs=router_inputs,
         threads=threads,
@@ -331,6 +332,10 @@ def record(
         return trace.summary()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bytes(text: str | Sequence[int]) -> int:
+    return len(text.encode() if isinstance(text, str) else text)
 
 
 def _predict(

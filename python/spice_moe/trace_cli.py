@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, command, trace
+from . import __version__, command, files, trace
 from .loading import ProgressBar
 
 _EPILOG = """\
@@ -45,8 +45,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace) -> dict[str, Any]:
+    files.check_output(args.output, args.model, args.sidecar, *args.file)
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in args.file]
-    bar = ProgressBar("tracing")
+    terminal = sys.stderr.isatty()
+    bar = ProgressBar("tracing", quiet=not terminal)
     started = time.monotonic()
     try:
         summary = trace.record(
@@ -62,7 +64,7 @@ def _record(args: argparse.Namespace) -> dict[str, Any]:
             predictions=args.predictions,
             sidecar=args.sidecar,
             progress=bar,
-            show_load=True,
+            show_load=terminal,
         )
     finally:
         bar.close()
@@ -92,16 +94,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--router-inputs", action="store_true", help="write what the routers read, too (large)"
     )
-    parser.add_argument("--tokens", metavar="N", type=_count, default=0, help="stop after N tokens in all")
     parser.add_argument(
-        "--sequence", metavar="N", type=_count, default=512,
+        "--tokens", metavar="N", type=command.count, default=0, help="stop after N tokens in all"
+    )
+    parser.add_argument(
+        "--sequence", metavar="N", type=command.count, default=512,
         help="cut the text into sequences of N tokens, each from an empty context (default 512)",
     )  # fmt: skip
     parser.add_argument(
         "--decode", action="store_true", help="evaluate one token at a time, as when generating"
     )
     parser.add_argument(
-        "--batch", metavar="N", type=_count, default=64, help="tokens at a time otherwise (default 64)"
+        "--batch", metavar="N", type=command.count, default=64, help="tokens at a time otherwise (default 64)"
     )
     parser.add_argument(
         "--predictions", metavar="NAME",
@@ -110,18 +114,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sidecar", metavar="FILE", help="with --predictions: what spice-fit made for the model"
     )
-    parser.add_argument("--threads", metavar="N", type=_count, default=0, help="default: all cores")
+    parser.add_argument("--threads", metavar="N", type=command.count, default=0, help="default: all cores")
     parser.add_argument("--json", action="store_true", help="print a JSON summary on stdout")
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 if __name__ == "__main__":

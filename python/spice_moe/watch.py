@@ -18,8 +18,9 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import SpiceError, SpiceFileNotFoundError, SpiceFormatError, SpiceUnsupportedError
-from .loading import LoadMonitor
+from . import arguments, files
+from .errors import SpiceError, SpiceFormatError, SpiceUnsupportedError
+from .loading import HeldInterrupt, LoadMonitor
 
 BIASES = ("router_bias", "selection_bias")
 
@@ -74,6 +75,7 @@ class Watch:
         self.layers: dict[int, Seen] = {}
         self.routers: dict[str, dict[int, NDArray[np.float32]]] = {name: {} for name in ("routers", *BIASES)}
         self.error: BaseException | None = None
+        self.held = HeldInterrupt()
         self._inputs = router_inputs
         base = _base_library()
         self._name, self._nbytes, self._get = (
@@ -96,7 +98,7 @@ class Watch:
                 take(address, int(number))
         except BaseException as error:
             self.error = error
-        return self.error is None
+        return self.error is None and not self.held.seen
 
     def _taker(self, stem: str) -> Callable[[int, int], None] | None:
         if stem == "ffn_moe_topk":
@@ -166,33 +168,41 @@ class Recorder:
         threads: int = 0,
         progress: bool = False,
     ) -> None:
-        if not Path(model).is_file():
-            raise SpiceFileNotFoundError(f"no such file: {os.fspath(model)}")
+        files.headers(model).close()  # llama.cpp ends the process for some malformed models
+        arguments.check({"n_threads": threads, "n_ctx": n_ctx})
         self.watch = Watch(router_inputs=router_inputs)
         self.n_ctx, self.batch = n_ctx, max(1, min(batch, n_ctx))
         self._model = self._context = None
         monitor = LoadMonitor(True if progress else None, portion=1.0, verbose=False)
-        with monitor:
-            llama_cpp.llama_backend_init()
-            mparams = llama_cpp.llama_model_default_params()
-            mparams.progress_callback = monitor.progress_callback
-            self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), mparams)
-            if self._model:
-                cparams = llama_cpp.llama_context_default_params()
-                cparams.n_ctx, cparams.n_batch, cparams.n_ubatch = n_ctx, self.batch, self.batch
-                cparams.n_threads = cparams.n_threads_batch = threads or os.cpu_count() or 1
-                cparams.cb_eval = self.watch.callback
-                # As llama_cpp.Llama computes by default, so that traces are of what users see.
-                cparams.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-                self._context = llama_cpp.llama_init_from_model(self._model, cparams)
-        if not self._context:
+        try:
+            with monitor:
+                self._open(os.fsencode(model), monitor, threads)
+            if not self._context:
+                if monitor.interrupted is not None:
+                    raise monitor.interrupted
+                why = monitor.messages[0] if monitor.messages else "it gives no reason"
+                raise SpiceFormatError(f"{os.fspath(model)}: llama.cpp cannot run the model: {why}")
+        except BaseException:  # Ctrl-C above all
             self.close()
-            if monitor.interrupted is not None:
-                raise monitor.interrupted
-            why = monitor.messages[0] if monitor.messages else "it gives no reason"
-            raise SpiceFormatError(f"{os.fspath(model)}: llama.cpp cannot run the model: {why}")
+            raise
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+
+    def _open(self, path: bytes, monitor: LoadMonitor, threads: int) -> None:
+        """Load the model and make its context; either stays None where llama.cpp refuses."""
+        llama_cpp.llama_backend_init()
+        mparams = llama_cpp.llama_model_default_params()
+        mparams.progress_callback = monitor.progress_callback
+        self._model = llama_cpp.llama_model_load_from_file(path, mparams)
+        if not self._model:
+            return
+        cparams = llama_cpp.llama_context_default_params()
+        cparams.n_ctx, cparams.n_batch, cparams.n_ubatch = self.n_ctx, self.batch, self.batch
+        cparams.n_threads = cparams.n_threads_batch = threads or os.cpu_count() or 1
+        cparams.cb_eval = self.watch.callback
+        # As llama_cpp.Llama computes by default, so that traces are of what users see.
+        cparams.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._context = llama_cpp.llama_init_from_model(self._model, cparams)
 
     def __enter__(self) -> Recorder:
         return self
@@ -204,12 +214,13 @@ class Recorder:
 
     def close(self) -> None:
         """Free the model and its context. Safe to call twice."""
-        with LoadMonitor(None, portion=1.0, verbose=False):  # llama.cpp logs when it frees a context
-            if self._context:
-                llama_cpp.llama_free(self._context)
-            if self._model:
-                llama_cpp.llama_model_free(self._model)
+        context, model = self._context, self._model
         self._context = self._model = None
+        with LoadMonitor(None, portion=1.0, verbose=False):  # llama.cpp logs when it frees a context
+            if context:
+                llama_cpp.llama_free(context)
+            if model:
+                llama_cpp.llama_model_free(model)
 
     def describe(self) -> str:
         """llama.cpp's name for the model."""
@@ -246,7 +257,8 @@ class Recorder:
                     # llama.cpp leaves out the last layer's FFN, and its routing, where nobody wants logits.
                     batch.logits[i] = 1
                 self.watch.layers = {}
-                code = llama_cpp.llama_decode(self._context, batch)
+                with HeldInterrupt() as self.watch.held:
+                    code = llama_cpp.llama_decode(self._context, batch)
                 if self.watch.error is not None:
                     raise self.watch.error
                 if code != 0:

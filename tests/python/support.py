@@ -7,7 +7,7 @@ import ctypes
 import gc
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,16 @@ def open_model(kind: type[llama_cpp.Llama], path: Path, **options: Any) -> llama
     """
     defaults: dict[str, Any] = dict(n_ctx=768, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1)
     return kind(str(path), **{**defaults, **options})
+
+
+@contextlib.contextmanager
+def both(path: Path, **options) -> Iterator[tuple[Stock, Llama]]:
+    """The same model in stock llama.cpp and in SPICE, opened alike."""
+    with (
+        contextlib.closing(open_model(Stock, path, **options)) as stock,
+        contextlib.closing(open_model(Llama, path, **options)) as spice,
+    ):
+        yield stock, spice
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

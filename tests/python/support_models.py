@@ -1,12 +1,12 @@
-"""Makes files that models.synth does not: a dense model, and LoRA adapters."""
+"""Makes files that models.synth does not: a dense model, LoRA adapters, models changed here and there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
 from models import tokenizer
 
@@ -51,6 +51,34 @@ def make_lora(model: Path, path: Path, targets: Sequence[str], rank: int = 4) ->
         for suffix, shape in (("lora_a", (*experts, rank, n_in)), ("lora_b", (*experts, n_out, rank))):
             values = 0.1 * rng.standard_normal(shape, dtype=np.float32)
             writer.add_tensor(f"{name}.{suffix}", values)
+    _finish(writer)
+    return path
+
+
+def rewrite(
+    model: Path,
+    path: Path,
+    *,
+    values: Mapping[str, int] | None = None,
+    types: Mapping[str, GGMLQuantizationType] | None = None,
+) -> Path:
+    """A copy of a model of the tests with other header values, and F32 tensors stored as other types."""
+    reader = GGUFReader(model)
+    writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith(("GGUF.", "tokenizer.")) or name == "general.architecture":
+            continue
+        value = (values or {}).get(name, field.contents())
+        writer.add_key_value(name, value, GGUFValueType(field.types[0]))
+    tokenizer.add_to(writer)
+    for tensor in reader.tensors:
+        kind = (types or {}).get(tensor.name)
+        if kind is None:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        elif kind is GGMLQuantizationType.F64:
+            writer.add_tensor(tensor.name, tensor.data.astype("float64"))
+        else:
+            writer.add_tensor(tensor.name, quants.quantize(tensor.data, kind), raw_dtype=kind)
     _finish(writer)
     return path
 

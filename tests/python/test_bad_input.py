@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from bad_input_child import attempt
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader
 from spice_moe import Llama, SpiceError, SpiceFormatError, SpiceUnsupportedError
-
-from models import tokenizer
+from support_models import rewrite
 
 CHILD = Path(__file__).with_name("bad_input_child.py")
 SMALL = dict(layers=2, embd=64, ff=32, experts=4, expert_type="Q8_0")
@@ -144,33 +143,13 @@ def test_lying_tensor_table(damage, name: str, field: str, code: str, values: li
             load(damage(lambda data, value=value: edit(data, value)))
 
 
-def rewrite(model: Path, path: Path, *, values: dict[str, int], double: str = "") -> Path:
-    """A copy of the model with other header values, and with the tensor ``double`` as F64."""
-    reader = GGUFReader(model)
-    writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if name.startswith(("GGUF.", "tokenizer.")) or name == "general.architecture":
-            continue
-        writer.add_key_value(name, values.get(name, field.contents()), GGUFValueType(field.types[0]))
-    tokenizer.add_to(writer)
-    for tensor in reader.tensors:
-        if tensor.name == double:
-            writer.add_tensor(tensor.name, tensor.data.astype("float64"))
-        else:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_the_rewritten_model_is_sound(sound: Path, tmp_path: Path) -> None:
-    assert attempt(rewrite(sound, tmp_path / "copy.gguf", values={})) == "ok"
+    assert attempt(rewrite(sound, tmp_path / "copy.gguf")) == "ok"
 
 
 def test_f64_router(sound: Path, tmp_path: Path) -> None:
-    path = rewrite(sound, tmp_path / "f64.gguf", values={}, double="blk.1.ffn_gate_inp.weight")
+    types = {"blk.1.ffn_gate_inp.weight": GGMLQuantizationType.F64}
+    path = rewrite(sound, tmp_path / "f64.gguf", types=types)
     with pytest.raises(SpiceUnsupportedError, match="f64"):
         load(path)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench" / "vs_stock.py"
+FOLDER = Path(__file__).resolve().parents[2] / "bench"
+sys.path.insert(0, str(FOLDER))
+BENCH = FOLDER / "vs_stock.py"
 
 
 def test_vs_stock(tiny_model) -> None:
@@ -34,7 +36,7 @@ def test_vs_stock(tiny_model) -> None:
 
 
 def test_a_limit_is_on_the_whole_disk(tmp_path: Path) -> None:
-    from bench.prefetch import disk_of
+    from prefetch import disk_of
 
     disk = tmp_path / "devices" / "nvme1n1"
     (disk / "nvme1n1p2").mkdir(parents=True)
@@ -48,7 +50,7 @@ def test_a_limit_is_on_the_whole_disk(tmp_path: Path) -> None:
     assert disk_of(os.makedev(259, 3), links) == "259:3"
 
 
-@pytest.mark.parametrize("bench", ["prefetch.py", "device.py"])
+@pytest.mark.parametrize("bench", ["prefetch.py", "device.py", "lore.py"])
 def test_a_text_that_is_too_short_is_named(tiny_model, tmp_path: Path, bench: str) -> None:
     path = tiny_model("qwen2moe", layers=3, expert_type="Q4_K", seed=1)
     text = tmp_path / "short.txt"
@@ -57,3 +59,15 @@ def test_a_text_that_is_too_short_is_named(tiny_model, tmp_path: Path, bench: st
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert f"{text}: " in done.stderr and "give a longer --text" in done.stderr
+
+
+@pytest.mark.parametrize("bench", ["prefetch.py", "lore.py", "ram_pressure.py"])
+def test_a_worker_that_fails_is_told_in_one_line(tiny_model, bench: str) -> None:
+    path = tiny_model("qwen2moe", layers=3, expert_type="Q4_K", seed=1)
+    budget = {"prefetch.py": "--budgets", "lore.py": "--ram", "ram_pressure.py": "--budgets"}[bench]
+    more = ["--limit", "0", "--no-stock"] if bench == "ram_pressure.py" else []
+    command = [sys.executable, str(BENCH.with_name(bench)), str(path), budget, "1K", *more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "is too small" in done.stderr and "ended with exit code 1" in done.stderr

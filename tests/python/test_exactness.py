@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import llama_cpp._internals as internals
 import numpy as np
 import pytest
 from spice_moe import Llama
-from support import Counts, Stock, assert_same, greedy, open_model, prefill, prompt
+from support import Counts, assert_same, both, greedy, open_model, prefill, prompt
 
 ARCHITECTURES = ["qwen2moe", "deepseek2", "olmoe", "llama"]  # llama with experts is Mixtral
 TYPES = ["F16", "Q8_0", "Q4_K", "Q5_K"]
@@ -27,15 +26,6 @@ BATCHES = [1, 2, 3, 4, 5, 6, 7, 8, 33, 512]
 def model(request: pytest.FixtureRequest, tiny_model) -> Path:
     arch, kind = request.param.split("-")
     return tiny_model(arch, layers=3, expert_type=kind, seed=1)
-
-
-@contextlib.contextmanager
-def both(path: Path, **options) -> Iterator[tuple[Stock, Llama]]:
-    with (
-        contextlib.closing(open_model(Stock, path, **options)) as stock,
-        contextlib.closing(open_model(Llama, path, **options)) as spice,
-    ):
-        yield stock, spice
 
 
 def test_prefill_and_64_greedy_tokens(model: Path) -> None:

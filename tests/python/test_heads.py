@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from spice_moe import _core, capture, fit, fit_recall
 from spice_moe.fit_stats import Router
 from spice_moe.shipped import tiny_model
+from support import assert_same, both, prefill
+from support_models import rewrite
 
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(100, 400, 48)]
 # One of each kind: norm (FFN, post-attention, its own, attention's, LayerNorm with bias), router (bias, scale
@@ -61,6 +64,24 @@ def test_the_routers_make_the_choices_that_llama_cpp_made(arch: str, tiny_model)
             stream = (hidden - router.input_shift) / router.input_scale
             size = np.sqrt(np.mean(stream**2, axis=1))
             assert size.std() < 0.02 * size.mean()
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.BF16, GGMLQuantizationType.F16])
+def test_routers_that_are_not_f32(kind: GGMLQuantizationType, tiny_model, tmp_path: Path) -> None:
+    """Converted files keep them in half precision: the same output as stock, the same choices predicted."""
+    whole = tiny_model("qwen2moe", layers=3, expert_type="Q4_K", seed=1)
+    names = [f"blk.{layer}.ffn_gate_inp.weight" for layer in range(3)]
+    model = rewrite(whole, tmp_path / "half.gguf", types=dict.fromkeys(names, kind))
+    with both(model, ram_budget="50%") as (stock, spice):
+        assert_same(prefill(spice, TOKENS, [33, 1, 1]), prefill(stock, TOKENS, [33, 1, 1]))
+        counters = spice.spice.stats()
+        assert counters["expert_rows"] > 0
+    heads = _core.heads.Heads(str(model))
+    chunk, chooser = run(model), fit_recall.Chooser(heads)
+    for group in range(3):
+        router = Router.read(heads, group)
+        chosen = chooser(router.logits(chunk.hidden[router.layer]), router)
+        assert fit_recall.share(chosen, chunk.ids[router.layer]) > 0.97
 
 
 @pytest.mark.parametrize("arch", WITHOUT)

@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
@@ -27,7 +26,7 @@ from spice_moe import (
     SpiceUnsupportedError,
     loading,
 )
-from support import Counts, Stock, assert_same, greedy, open_model, prefill, prompt, usage
+from support import Counts, Stock, assert_same, both, greedy, open_model, prefill, prompt, usage
 from support_models import make_dense, make_lora
 
 TEXT = "The time of the people"
@@ -36,15 +35,6 @@ TEXT = "The time of the people"
 @pytest.fixture(scope="module")
 def path(tiny_model) -> Path:
     return tiny_model("qwen2moe", layers=3, expert_type="Q4_K", seed=1)
-
-
-@contextlib.contextmanager
-def both(path: Path, **options) -> Iterator[tuple[Stock, Llama]]:
-    with (
-        contextlib.closing(open_model(Stock, path, **options)) as stock,
-        contextlib.closing(open_model(Llama, path, **options)) as spice,
-    ):
-        yield stock, spice
 
 
 def test_completion_and_streaming(path: Path) -> None:
@@ -256,10 +246,31 @@ def test_every_parameter_of_the_parent_is_accepted(path: Path) -> None:
         prefill(spice, prompt(8))
 
 
-def test_from_pretrained_passes_options_on() -> None:
-    source = inspect.getsource(llama_cpp.Llama.from_pretrained)
-    assert "cls(" in source
-    assert "**kwargs" in source
+MLOCK = """
+import ctypes, resource, sys, warnings
+libc = ctypes.CDLL(None)
+header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, sets) == 0
+sets[0] &= ~(1 << 14)  # CAP_IPC_LOCK, with which the limit does not hold
+sets[1] &= ~(1 << 14)
+assert libc.capset(header, sets) == 0
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+from spice_moe import Llama
+with warnings.catch_warnings(record=True) as said:
+    llm = Llama(sys.argv[1], use_mlock=True, verbose=False, n_ctx=64, n_threads=1)
+llm.eval([1, 300])
+print(llm.spice.plan.load_mode, *(one.message for one in said))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes a capability away")
+def test_memory_that_cannot_be_locked(path: Path) -> None:
+    """The model runs, and the plan does not say that it is locked."""
+    done = subprocess.run([sys.executable, "-c", MLOCK, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    mode, _, warning = done.stdout.partition(" ")
+    assert mode == "read"
+    assert "not locked" in warning and "ulimit -l" in warning
 
 
 def test_pickle_and_copy(path: Path) -> None:

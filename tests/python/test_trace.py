@@ -96,18 +96,18 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     with pytest.raises(SpiceFileNotFoundError, match=r"t\.npz"):
         trace.load(path)
     path.write_bytes(b"no archive")
-    with pytest.raises(SpiceFormatError, match="not a readable"):
+    with pytest.raises(SpiceFormatError, match=r"not an \.npz"):
         trace.load(path)
     np.savez(path, ids=np.zeros(1))
     with pytest.raises(SpiceFormatError, match="no lens, n_expert"):
         trace.load(path)
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    with pytest.raises(SpiceFormatError, match="single array"):
+    with pytest.raises(SpiceFormatError, match=r"not an \.npz"):
         trace.load(path)
     whole = trace.Trace(**example()).save(path).read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(SpiceFormatError, match="not a readable"):
+    with pytest.raises(SpiceFormatError, match=r"not an \.npz"):
         trace.load(path)
     parts = example(meta=np.array("[1]"))
     np.savez(path, **parts)
@@ -219,7 +219,7 @@ def test_recording_refuses(tiny_model: Callable[..., Path], tmp_path: Path) -> N
         trace.record(tmp_path / "none.gguf", [TEXT], out)
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(SpiceFormatError, match="cannot run the model"):
+    with pytest.raises(SpiceUnsupportedError, match="version 0"):  # as every other command says
         trace.record(bad, [TEXT], out)
     with pytest.raises(SpiceUnsupportedError, match="no routed experts"):
         trace.record(make_dense(tmp_path / "dense.gguf"), [TEXT], out, threads=1)

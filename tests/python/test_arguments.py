@@ -1,0 +1,168 @@
+"""Arguments of llama_cpp.Llama that would end the process, and what spice-run makes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import llama_cpp
+import pytest
+from spice_moe import Llama, SpiceFileNotFoundError, SpiceMemoryError, SpiceUnsupportedError, command
+from spice_moe import run_arguments as arguments
+from spice_moe.shipped import tiny_model
+from support import open_model
+
+TINY = str(tiny_model())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_threads": 99_999},
+        {"n_threads_batch": 99_999},
+        {"n_ctx": 2**32 + 1},
+        {"n_ctx": -1},
+        {"n_batch": -1},
+        {"n_batch": 0},
+        {"n_ubatch": -1},
+        {"n_gpu_layers": 2**31},
+        {"type_k": -1},
+        {"type_v": 999},
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_fit_are_refused(wrong: dict[str, int]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"^{name} must be .* not {wrong[name]}$"):
+        Llama(TINY, verbose=False, **wrong)
+
+
+def test_a_batch_too_large_for_memory() -> None:
+    with pytest.raises(SpiceMemoryError, match="n_batch"):
+        Llama(TINY, verbose=False, n_batch=10**9, n_ctx=64)
+
+
+def test_paths() -> None:
+    with pytest.raises(SpiceUnsupportedError, match=r"UTF-8.*rename"):
+        Llama("n\udcff.gguf")
+    with pytest.raises(SpiceFileNotFoundError, match="''"):
+        Llama("")
+    with pytest.raises(ValueError, match="choose one of: spice"):
+        Llama(TINY, placement="nothing")
+
+
+def test_a_grammar_that_is_none(tmp_path: Path) -> None:
+    """The parent hands llama.cpp a NULL sampler for it, which is a crash."""
+    with contextlib.closing(open_model(Llama, Path(TINY))) as llm:
+        for text in ("nonsense", 'x ::= "a"'):
+            grammar = llama_cpp.LlamaGrammar.from_string(text, verbose=False)
+            with pytest.raises(ValueError, match="grammar does not parse"):
+                llm("Hello", grammar=grammar, max_tokens=2)
+        good = llama_cpp.LlamaGrammar.from_string('root ::= "yes"', verbose=False)
+        assert llm("Hello", grammar=good, max_tokens=8)["choices"][0]["text"] == "yes"
+
+
+def test_options_of_several_gpus_are_passed_on() -> None:
+    given = arguments.parse(
+        [
+            "m",
+            "-p",
+            "x",
+            "--tensor-split",
+            "3,1",
+            "--main-gpu",
+            "1",
+            "--split-mode",
+            "row",
+            "--gpu-layers",
+            "-1",
+        ]
+    )
+    made = arguments.for_llama(given)
+    assert made["tensor_split"] == [3.0, 1.0]
+    assert made["main_gpu"] == 1
+    assert made["split_mode"] == llama_cpp.LLAMA_SPLIT_MODE_ROW
+    assert made["n_gpu_layers"] == -1
+    default = arguments.for_llama(arguments.parse(["m", "-p", "x"]))
+    assert default["tensor_split"] is None
+    assert default["split_mode"] == llama_cpp.LLAMA_SPLIT_MODE_LAYER  # the parent's defaults
+    assert default["main_gpu"] == 0
+    with contextlib.closing(Llama(TINY, **{**made, "verbose": False})) as llm:
+        assert llm.model_params.main_gpu == 1
+        assert llm.model_params.split_mode == llama_cpp.LLAMA_SPLIT_MODE_ROW
+        assert llm.model_params.tensor_split[0] == 3.0 and llm.model_params.tensor_split[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--tensor-split", "0,0"],
+        ["--tensor-split", "a"],
+        ["--tensor-split", ",".join("1" * 99)],
+        ["--split-mode", "rows"],
+        ["--main-gpu", "-1"],
+        ["--temp", "nan"],
+        ["--temp", "-1"],
+        ["--top-p", "1.5"],
+        ["--min-p", "-0.1"],
+        ["--top-k", "-1"],
+        ["--seed", str(2**32)],
+        ["-t", "99999"],
+        ["-c", str(2**32 + 1)],
+        ["-n", "x"],
+        ["--strategy", "best"],
+        ["--placement", "best"],
+        ["--predictor", "best"],
+        ["--lore-budget", "0.1"],
+        ["--ram", "much"],
+        ["--vram", "6G,"],
+        ["-m", "again"],
+        ["--grammar", "x", "--json-schema", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_options(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        arguments.parse(["m", "-p", "x", *wrong])
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("spice-run: error:") and "invalid" not in last.replace("invalid choice", "")
+
+
+def test_names_of_llama_cpp(tmp_path: Path) -> None:
+    given = arguments.parse(
+        ["-m", "m", "-p", "x", "--ctx-size", "64", "--n-predict", "3", "--batch-size", "32"]
+    )
+    assert (given.model, given.ctx, given.tokens, given.batch) == ("m", 64, 3, 32)
+    sampler = arguments.for_sampler(
+        arguments.parse(["-p", "x", "--stop", "a", "--stop", "b", "--seed", "-1"])
+    )
+    assert sampler["stop"] == ["a", "b"]
+    assert sampler["seed"] == llama_cpp.LLAMA_DEFAULT_SEED
+    file = tmp_path / "g"
+    for text, option in (('root ::= "a"\n', "--grammar"), ('{"type": "integer"}\n', "--json-schema")):
+        file.write_text(text)
+        one = arguments.for_sampler(arguments.parse(["-p", "x", option, text.strip()]))["grammar"]
+        two = arguments.for_sampler(arguments.parse(["-p", "x", f"{option}-file", str(file)]))["grammar"]
+        assert one._grammar == two._grammar != ""
+    with pytest.raises(command.UsageError, match="--json-schema"):
+        arguments.for_sampler(arguments.parse(["-p", "x", "--json-schema", "{nope"]))
+
+
+def test_what_the_options_do() -> None:
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        base = [sys.executable, "-m", "spice_moe", TINY, "-p", "What is 3 + 4?", "--temp", "0", "-t", "1"]
+        return subprocess.run([*base, *more], capture_output=True, text=True, timeout=120)
+
+    whole = run().stdout.strip()
+    assert len(whole) > 4
+    assert run("--stop", whole[3:5]).stdout.strip() == whole[:3].strip()
+    assert run("--grammar", 'root ::= "yes" | "no"').stdout.strip() in ("yes", "no")
+    bad = run("--grammar", "nope")
+    assert bad.returncode == command.USAGE and "does not parse" in bad.stderr
+    long = run("-c", "64", "--system", "word " * 500)
+    assert long.returncode == command.USAGE and "--ctx" in long.stderr
+    over = run("--timeline", TINY)
+    assert over.returncode == command.USAGE and "overwritten" in over.stderr
