@@ -4,8 +4,9 @@ Decodes a text twice, token by token, on the emulated accelerator, with every ex
 pool on the device; then plays the routing that the runtime itself recorded in the simulator, on a machine
 with the speeds that the runtime's probe found and as much time beside experts as the runtime took. Strategies
 whose decisions do not depend on time must agree within a percent or two (an LRU remembers the order within a
-call), the others roughly: the emulator computes on the host's own processors. A model whose experts have
-several sizes has a pool for each in the runtime, and one in the simulator.
+call), the others roughly: the emulator computes on the host's own processors. `spice` runs without and with
+predictions from the ids alone, by the same class on both sides. A model whose experts have several sizes has
+a pool for each in the runtime, and one in the simulator.
 """
 
 from __future__ import annotations
@@ -33,17 +34,21 @@ SAME = {
     "cg-moe": ("lru", "cg-moe"),
     "spice": ("spice", "spice"),
 }
-#: What predicts in the simulator: the runtime sends nothing ahead on predictions.
-PREDICTOR = "none"
+#: Predictors that are the same on both sides, for strategies that send ahead.
+PREDICTORS = ("none", "history")
+SENDS_AHEAD = ("spice",)
 #: Of these, the ones whose decisions do not depend on time.
 TIMELESS = ("on-demand", "lru")
 
 
-def run(model: str, tokens: Sequence[int], name: str, vram: str, **options: Any) -> dict[str, Any]:
+def run(
+    model: str, tokens: Sequence[int], name: str, vram: str, predictor: str = "none", **options: Any
+) -> dict[str, Any]:
     """The runtime's counters of two passes over the tokens, the routing, and the plan."""
     from spice_moe import Llama
 
     strategy, placement = SAME[name]
+    ahead = {"prefetch": False} if predictor == "none" else {"prefetch": "always", "predictor": predictor}
     llm = Llama(
         model,
         n_gpu_layers=-1,
@@ -53,6 +58,7 @@ def run(model: str, tokens: Sequence[int], name: str, vram: str, **options: Any)
         placement=placement,
         preload=False,
         verbose=False,
+        **ahead,
         **options,
     )
     with contextlib.closing(llm):
@@ -80,7 +86,7 @@ def run(model: str, tokens: Sequence[int], name: str, vram: str, **options: Any)
     return {"stats": stats, "ids": routing, "token_seconds": seconds / (2 * len(tokens))}
 
 
-def simulate(report: dict[str, Any], name: str, speed: Speed) -> dict[str, Any]:
+def simulate(report: dict[str, Any], name: str, speed: Speed, predictor: str = "none") -> dict[str, Any]:
     """The simulator's counters of the same strategy on the same routing, with the speeds of the probe."""
     from spice_moe import hardware, sim, trace
     from spice_moe.sim_models import Shape
@@ -110,7 +116,7 @@ def simulate(report: dict[str, Any], name: str, speed: Speed) -> dict[str, Any]:
         plan["experts_per_layer"],
         recorded.top_k,
     )
-    options = sim.Options(predictor=PREDICTOR)
+    options = sim.Options(predictor=predictor)
 
     def play(machine: hardware.Hardware) -> sim.Run:
         return sim.run(recorded, machine, shape, name, slots=plan["vram_slots"], options=options)
@@ -128,6 +134,9 @@ def compare(report: dict[str, Any], simulated: dict[str, Any]) -> dict[str, dict
         "on the device": stats["device_hits"] / needed,
         "fetched": stats["device_fetched"] / needed,
         "by the host": stats["device_left"] / needed,
+        "sent ahead": stats["device_prefetched"] / needed,
+        "used": (stats["device_prefetch_used"] + stats["device_prefetch_late"])
+        / max(stats["device_prefetched"], 1),
         "bytes moved": float(stats["upload_bytes"]),
     }
     uses = simulated["hits"] + simulated["late"] + simulated["misses"]
@@ -135,6 +144,8 @@ def compare(report: dict[str, Any], simulated: dict[str, Any]) -> dict[str, dict
         "on the device": 1.0 - (simulated["fetched"] + simulated["hosted"]) / uses,
         "fetched": simulated["fetched"] / uses,
         "by the host": simulated["hosted"] / uses,
+        "sent ahead": simulated["planned"] / uses,
+        "used": simulated["planned_used"] / max(simulated["planned"], 1),
         "bytes moved": float(simulated["link_bytes"]),
     }
     return {name: {"runtime": runtime[name], "simulator": simulator[name]} for name in runtime}
@@ -148,6 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--vram", nargs="*", default=["10%", "25%", "50%"], metavar="SIZE")
     parser.add_argument("--strategies", nargs="*", default=list(SAME), choices=list(SAME), metavar="NAME")
+    parser.add_argument(
+        "--predictors",
+        nargs="*",
+        default=list(PREDICTORS),
+        choices=PREDICTORS,
+        metavar="NAME",
+        help=f"for {', '.join(SENDS_AHEAD)}: {', '.join(PREDICTORS)}",
+    )
     parser.add_argument("--tokens", type=int, default=256, metavar="N")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "README.md")
     parser.add_argument(
@@ -164,12 +183,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.closing(llama_cpp.Llama(str(args.model), vocab_only=True, verbose=False)) as vocabulary:
         tokens = vocabulary.tokenize(args.text.read_bytes(), add_bos=True)[: args.tokens]
     results = []
+    runs = [
+        (name, predictor)
+        for name in args.strategies
+        for predictor in (args.predictors if name in SENDS_AHEAD else ["none"])
+    ]
     for vram in args.vram:
-        for name in args.strategies:
-            report = run(str(args.model), tokens, name, vram, n_threads=1)
-            figures = compare(report, simulate(report, name, speed))
+        for name, predictor in runs:
+            report = run(str(args.model), tokens, name, vram, predictor, n_threads=1)
+            figures = compare(report, simulate(report, name, speed, predictor))
             results.append(
-                {"vram": vram, "strategy": name, "figures": figures, "plan": report["stats"]["plan"]}
+                {
+                    "vram": vram,
+                    "strategy": name,
+                    "predictor": predictor,
+                    "figures": figures,
+                    "plan": report["stats"]["plan"],
+                }
             )
             if not args.json:
                 text = "  ".join(
@@ -179,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 moved = figures["bytes moved"]
                 print(
-                    f"{vram:5} {name:10} {text}  MB moved {moved['runtime'] / 1e6:.1f} / "
+                    f"{vram:5} {name:10} {predictor:8} {text}  MB moved {moved['runtime'] / 1e6:.1f} / "
                     f"{moved['simulator'] / 1e6:.1f}",
                     flush=True,
                 )

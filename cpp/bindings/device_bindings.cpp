@@ -81,6 +81,10 @@ void add_device_stats(const Engine &engine, py::dict &out) {
     out["device_fetched"] = c.fetched;
     out["device_passed"] = c.passed;
     out["device_filled"] = c.filled;
+    out["device_prefetched"] = c.prefetched;
+    out["device_prefetch_used"] = c.prefetch_used;
+    out["device_prefetch_late"] = c.prefetch_late;
+    out["device_prefetch_wasted"] = c.prefetch_wasted;
     out["device_left"] = c.host;
     out["device_rows"] = c.rows;
     out["device_evictions"] = c.evictions;

@@ -202,6 +202,9 @@ py::dict stats(const Model &m) {
     out["prefetch_on"] = c.prefetch.on;
     out["prefetch_saving"] = c.prefetch.saving;
     out["prefetch_switches"] = c.prefetch.switches;
+    out["device_prefetch_on"] = !m.engine().devices().empty() && c.prefetch.device_on;
+    out["device_prefetch_saving"] = c.prefetch.device_saving;
+    out["device_prefetch_switches"] = c.prefetch.device_switches;
     return out;
 }
 

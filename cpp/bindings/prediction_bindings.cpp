@@ -3,6 +3,7 @@
 #include "bindings/arrays.h"
 #include "policy/benefit_meter.h"
 #include "policy/gating.h"
+#include "policy/load_ahead.h"
 #include "policy/lookahead.h"
 #include "policy/predictor.h"
 #include "policy/prefetch_plan.h"
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -211,6 +213,60 @@ class CheckedPredictor {
     int32_t rows_ = 0;
 };
 
+py::dict to_dict(const policy::PrefetchLoad &load) {
+    py::dict one;
+    one["group"] = load.id.group;
+    one["expert"] = load.id.expert;
+    one["horizon"] = load.horizon;
+    one["chance"] = load.chance;
+    one["priority"] = load.priority;
+    return one;
+}
+
+/// A LoadAhead for a device, whose arguments are checked.
+class CheckedLoadAhead {
+  public:
+    CheckedLoadAhead(int32_t n_groups, int32_t n_experts, int32_t max_horizon)
+        : n_groups_(n_groups), n_experts_(n_experts), max_horizon_(max_horizon) {
+        need(n_groups > 0 && n_experts > 0 && max_horizon > 0, "shape: not above 0");
+        it_.emplace(policy::PoolShape{n_groups, n_experts, 0, 0}, max_horizon, policy::to_device,
+                    policy::device_victim_value);
+    }
+    void begin() { it_->begin(); }
+    void add(int32_t group, int32_t horizon, double seconds, const std::vector<float> &chances,
+             const std::set<int32_t> &present) {
+        check(group, 0);
+        need(horizon >= 1 && horizon <= max_horizon_, "horizon: 1 .. max_horizon");
+        need(chances.size() == size_t(n_experts_), "chances: one per expert");
+        it_->add(group, horizon, seconds, chances,
+                 [&](policy::SlabId id) { return present.contains(id.expert); });
+    }
+    std::vector<py::dict> plan(double bytes_per_second, double queued_bytes, double slab_bytes,
+                               int32_t n_free) {
+        std::vector<py::dict> out;
+        for (const policy::PrefetchLoad &load :
+             it_->plan({bytes_per_second, queued_bytes, 0}, [&](int32_t) { return slab_bytes; }, n_free)) {
+            out.push_back(to_dict(load));
+        }
+        return out;
+    }
+    bool needed(int32_t group, int32_t expert) const {
+        check(group, expert);
+        return it_->needed({group, expert});
+    }
+
+  private:
+    void check(int32_t group, int32_t expert) const {
+        need(group >= 0 && group < n_groups_, "group: no such group");
+        need(expert >= 0 && expert < n_experts_, "expert: no such expert");
+    }
+
+    int32_t n_groups_;
+    int32_t n_experts_;
+    int32_t max_horizon_;
+    std::optional<policy::LoadAhead> it_;
+};
+
 /// One plan: layers are (group, seconds, chances), the first one call ahead.
 std::vector<py::dict> plan(const std::vector<std::tuple<int32_t, double, std::vector<float>>> &layers,
                            const std::set<std::pair<int32_t, int32_t>> &present, double bytes_per_second,
@@ -238,13 +294,7 @@ std::vector<py::dict> plan(const std::vector<std::tuple<int32_t, double, std::ve
     for (const policy::PrefetchLoad &load : planner.plan(
              {bytes_per_second, queued_bytes, n_queued},
              [&](int32_t group) { return slab_bytes[size_t(group)]; }, value)) {
-        py::dict one;
-        one["group"] = load.id.group;
-        one["expert"] = load.id.expert;
-        one["horizon"] = load.horizon;
-        one["chance"] = load.chance;
-        one["priority"] = load.priority;
-        out.push_back(one);
+        out.push_back(to_dict(load));
     }
     return out;
 }
@@ -310,6 +360,18 @@ void bind_prediction(py::module_ &m) {
                py::arg("p_min") = policy::PlanOptions{}.p_min,
                py::arg("max_queue") = policy::PlanOptions{}.max_queue,
                py::arg("share") = policy::PlanOptions{}.share, "See cpp/policy/prefetch_plan.h.");
+    py::class_<CheckedLoadAhead>(policy, "LoadAhead", "For a device's pool; see cpp/policy/load_ahead.h.")
+        .def(py::init<int32_t, int32_t, int32_t>(), py::kw_only(), py::arg("n_groups"), py::arg("n_experts"),
+             py::arg("max_horizon"))
+        .def("begin", &CheckedLoadAhead::begin)
+        .def("add", &CheckedLoadAhead::add, py::arg("group"), py::arg("horizon"), py::arg("seconds"),
+             py::arg("chances"), py::arg("present") = std::set<int32_t>{})
+        .def("plan", &CheckedLoadAhead::plan, py::kw_only(), py::arg("bytes_per_second"),
+             py::arg("queued_bytes") = 0.0, py::arg("slab_bytes"), py::arg("n_free") = 0)
+        .def("needed", &CheckedLoadAhead::needed, py::arg("group"), py::arg("expert"));
+    policy.attr("to_device") = py::dict(
+        py::arg("p_min") = policy::to_device.p_min, py::arg("max_queue") = policy::to_device.max_queue,
+        py::arg("share") = policy::to_device.share, py::arg("victim_value") = policy::device_victim_value);
     py::class_<policy::BenefitMeter>(policy, "BenefitMeter", "See cpp/policy/benefit_meter.h.")
         .def(py::init<>())
         .def_property_readonly("on", &policy::BenefitMeter::on)

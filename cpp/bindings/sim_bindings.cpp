@@ -39,6 +39,9 @@ py::dict to_dict(const sim::SimResult &r) {
     out["ahead"] = r.ahead;
     out["ahead_used"] = r.ahead_used;
     out["ahead_wasted"] = r.ahead_wasted;
+    out["planned"] = r.planned;
+    out["planned_used"] = r.planned_used;
+    out["planned_wasted"] = r.planned_wasted;
     out["disk_demands"] = r.disk_demands;
     out["link_bytes"] = r.link_bytes;
     out["disk_bytes"] = r.disk_bytes;

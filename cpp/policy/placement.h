@@ -74,6 +74,11 @@ class Placement {
     /// The name that make_placement() knows it by.
     [[nodiscard]] virtual std::string_view name() const = 0;
 
+    /// Whether the runtime sends experts to the pool ahead of their layers on predictions (load_ahead.h). Of
+    /// the strategies to compare with, none does; what theirs load ahead in the simulator is in their
+    /// strategy_*.cpp.
+    [[nodiscard]] virtual bool loads_ahead() const { return false; }
+
     /// Fills `places`, one for each expert of the call. Place::device is given only to experts that are not
     /// absent from the device; Place::fetch and host_fill only to absent ones.
     virtual void place(const PlacementCall &call, const PlacementCosts &costs, std::span<Place> places) = 0;

@@ -33,6 +33,7 @@ constexpr size_t max_candidates = 256;
 class SpicePlacement final : public Placement {
   public:
     [[nodiscard]] std::string_view name() const override { return "spice"; }
+    [[nodiscard]] bool loads_ahead() const override { return true; }
 
     void place(const PlacementCall &call, const PlacementCosts &costs, std::span<Place> places) override {
         misses_.clear();

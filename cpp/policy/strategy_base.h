@@ -56,6 +56,7 @@ class SharedPool : public Strategy {
     }
 
   protected:
+    [[nodiscard]] int32_t n_free() const { return std::max(pool_.n_slots - n_resident_, 0); }
     PoolShape pool_;
 
   private:

@@ -8,8 +8,8 @@
 // the horizon is predicted to use. A full pool's next victim is taken to be worth `victim_value`: the chance
 // that the eviction `spice` was wrong about it. Constants: recall of the training-free next gate, which is
 // what SPICE has without a fit.
+#include "policy/load_ahead.h"
 #include "policy/lookahead.h"
-#include "policy/prefetch_plan.h"
 #include "policy/strategy_base.h"
 #include "policy/strategy_guess.h"
 #include "policy/strategy_list.h"
@@ -18,51 +18,41 @@ namespace spice::policy {
 
 namespace {
 
-constexpr float victim_value = 0.1F;
-constexpr PlanOptions to_device{.p_min = 0.2F, .max_queue = 8, .share = 0.8F};
-
 class SpiceStrategy final : public SharedPool {
   public:
     explicit SpiceStrategy(const PoolShape &pool)
         : SharedPool("spice", "spice", "spice", pool), chances_(static_cast<size_t>(pool.n_experts)),
-          needed_(static_cast<size_t>(pool.n_groups) * static_cast<size_t>(pool.n_experts), 0),
-          planner_(pool.n_experts, lookahead_.l_max, {}),
-          device_planner_(pool.n_experts, lookahead_.l_max, to_device) {}
+          to_memory_(pool, lookahead_.l_max, {}, device_victim_value),
+          to_device_(pool, lookahead_.l_max, to_device, device_victim_value) {}
 
     [[nodiscard]] std::optional<SlabId> victim(SlabId incoming, bool demand, Evictable evictable) override {
-        const auto free = [&](SlabId id) { return evictable(id) && needed_[flat(id)] != call_; };
+        const auto free = [&](SlabId id) { return evictable(id) && !ahead_->needed(id); };
         const auto id = SharedPool::victim(incoming, demand, free);
         return id || !demand ? id : SharedPool::victim(incoming, demand, evictable);
     }
 
     void begin_call(const StrategyCall &call) override {
-        ++call_;
+        ahead_->begin();
         SharedPool::begin_call(call);
     }
 
     void plan(const PlanContext &context, std::vector<SlabId> &wanted) override {
         if (context.predictor == nullptr) return;
-        PrefetchPlanner &planner = context.costs == nullptr ? planner_ : device_planner_;
-        const float p_min = context.costs == nullptr ? PlanOptions{}.p_min : to_device.p_min;
-        planner.begin();
+        ahead_ = context.costs == nullptr ? &to_memory_ : &to_device_;
+        ahead_->begin();
         const int32_t deepest = std::min(lookahead_.l_max, context.predictor->max_horizon());
         const int32_t least =
             least_depth(pool_.top_k, context.slab_bytes, context.link_bandwidth, context.layer, deepest);
         for (int32_t d = 1; d <= deepest; ++d) {
             if (!context.predictor->predict(context.group, d, {}, chances_)) break;
             const int32_t group = (context.group + d) % pool_.n_groups;
-            planner.add(group, d, d * context.layer, chances_,
+            ahead_->add(group, d, d * context.layer, chances_,
                         [&](SlabId id) { return context.present(id); });
-            for (size_t e = 0; e < chances_.size(); ++e) {
-                if (chances_[e] >= p_min) needed_[flat({group, static_cast<int32_t>(e)})] = call_;
-            }
             if (!look_further(lookahead_, d, least, confidence(chances_, scratch_))) break;
         }
         const LinkState link{context.link_bandwidth, context.link_queued * context.link_bandwidth, 0};
-        const bool free = !full({});
-        for (const PrefetchLoad &load : planner.plan(
-                 link, [&](int32_t) { return context.slab_bytes; },
-                 [&](int32_t) { return free ? 0.0F : victim_value; })) {
+        for (const PrefetchLoad &load :
+             ahead_->plan(link, [&](int32_t) { return context.slab_bytes; }, n_free())) {
             wanted.push_back(load.id);
         }
     }
@@ -70,20 +60,14 @@ class SpiceStrategy final : public SharedPool {
     [[nodiscard]] std::span<const float> published_recall() const override { return recall_; }
 
   private:
-    [[nodiscard]] size_t flat(SlabId id) const {
-        return static_cast<size_t>(id.group) * static_cast<size_t>(pool_.n_experts) +
-               static_cast<size_t>(id.expert);
-    }
-
     LookaheadOptions lookahead_;
     std::array<float, 6> recall_{next_gate_recall[0], next_gate_recall[1], next_gate_recall[2],
                                  next_gate_recall[3], next_gate_recall[4], next_gate_recall[4]};
-    uint64_t call_ = 0;
     std::vector<float> chances_;
     std::vector<float> scratch_;
-    std::vector<uint64_t> needed_; ///< by flat number: the last call whose plan expects a use
-    PrefetchPlanner planner_;
-    PrefetchPlanner device_planner_;
+    LoadAhead to_memory_;
+    LoadAhead to_device_;
+    LoadAhead *ahead_ = &to_memory_; ///< the one that planned last
 };
 
 } // namespace

@@ -45,6 +45,9 @@ void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32
         const std::vector<float> weights(tier.rows_.begin(), tier.rows_.end());
         cls.eviction->begin_call(of.number, experts, weights);
 
+        // What was to be sent ahead for this call and was not begun comes too late.
+        std::erase_if(tier.ahead_, [&](policy::SlabId id) { return id.group == group_id; });
+
         const double time = Timeline::now();
         const uint64_t bytes = tier.groups_[static_cast<size_t>(group_id)].slab_bytes;
         const bool many = std::ranges::max(tier.rows_) >= DeviceCosts::many_rows;
@@ -56,7 +59,8 @@ void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32
         const double disk_rate =
             disk.busy_seconds > 0.0 ? static_cast<double>(disk.bytes) / disk.busy_seconds : 1e9;
         for (size_t i = 0; i < n; ++i) {
-            const DeviceTier::DeviceSlab &it = tier.slab(group_id, experts[i]);
+            DeviceTier::DeviceSlab &it = tier.slab(group_id, experts[i]);
+            tier.note_need(group_id, it);
             using State = DeviceTier::State;
             tier.on_device_[i] = it.doomed                    ? policy::PlacementCall::absent
                                  : it.state == State::ready   ? 0.0
@@ -72,8 +76,9 @@ void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32
                                             .in_memory = tier.in_memory_,
                                             .slab_bytes = bytes,
                                             .link_queued = std::max(tier.link_free_at() - time, 0.0),
-                                            .prefetch_queued = static_cast<double>(tier.fills_.size()) *
-                                                               costs.transfer(bytes)};
+                                            .prefetch_queued =
+                                                static_cast<double>(tier.fills_.size() + tier.ahead_.size()) *
+                                                costs.transfer(bytes)};
         tier.placement_->place(call, costs, tier.places_);
 
         const Asked asked = {.experts = experts,
@@ -119,12 +124,14 @@ void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32
 void DeviceCall::take(size_t i, const Asked &asked, int32_t slot, std::vector<DeviceExpert> &to) {
     const int32_t expert = asked.experts[i];
     const int32_t rows = tier_->rows_[i];
-    to.push_back({expert, slot});
+    to.push_back({expert, slot, rows});
     taken_[static_cast<size_t>(expert)] = true;
     device_rows_.push_back(rows);
     tier_->counters_.rows += static_cast<uint64_t>(rows);
     tier_->engine_.counters_.expert_rows += static_cast<uint64_t>(rows);
     tier_->engine_.counters_.experts_requested += 1;
+    tier_->engine_.groups_[static_cast<size_t>(group_)].slabs[static_cast<size_t>(expert)].uses +=
+        static_cast<uint64_t>(rows);
 }
 
 void DeviceCall::fetch(const Asked &asked, std::span<const int32_t> order) {
@@ -155,7 +162,7 @@ void DeviceCall::fetch(const Asked &asked, std::span<const int32_t> order) {
     for (; at < wanted.size(); ++at) {
         const int32_t expert = asked.experts[wanted[at]];
         if (spared > 0 && static_cast<size_t>(pool.n_free()) <= spared) break;
-        if (!tier.give_slot(group_, expert)) break; // full of pinned slabs
+        if (!tier.give_slot(group_, expert, true)) break; // full of pinned slabs
         if (chunks_.empty() || chunks_.back().uploads.empty() || chunks_.back().experts.size() >= per_chunk) {
             chunks_.emplace_back();
         }
@@ -174,7 +181,7 @@ void DeviceCall::fetch_through(const Asked &asked, std::span<const size_t> wante
     most = std::min(most, wanted.size());
     borrowed_.reserve(most);
     while (borrowed_.size() < most) {
-        const std::optional<int32_t> slot = tier.take_slot(size_class);
+        const std::optional<int32_t> slot = tier.take_slot(size_class, true);
         if (!slot) break;
         borrowed_.push_back(*slot);
     }
@@ -216,6 +223,7 @@ void DeviceCall::ended(const Times &times) {
     const std::lock_guard lock(tier_->engine_.mutex_);
     const uint64_t bytes = tier_->groups_[static_cast<size_t>(group_)].slab_bytes;
     tier_->counters_.wait_seconds += times.waited;
+    tier_->report_.call_seconds += std::max(times.device, times.host + times.waited);
     if (Timeline &timeline = tier_->engine_.timeline_; timeline.on()) {
         const double end = Timeline::now();
         const double begin = end - std::max(times.device, times.host + times.waited);
@@ -247,6 +255,13 @@ void DeviceCall::give_up() {
         tier_->counters_.refused += 1;
         tier_->engine_.counters_.expert_rows -= rows; // the host's LayerCall counts them again
         tier_->engine_.counters_.experts_requested -= device_rows_.size();
+        const auto unused = [&](const DeviceExpert &it) {
+            Slab &slab =
+                tier_->engine_.groups_[static_cast<size_t>(group_)].slabs[static_cast<size_t>(it.expert)];
+            slab.uses -= static_cast<uint64_t>(it.rows);
+        };
+        std::ranges::for_each(resident_, unused);
+        for (const Chunk &chunk : chunks_) std::ranges::for_each(chunk.experts, unused);
     }
     release();
 }

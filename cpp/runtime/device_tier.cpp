@@ -3,6 +3,7 @@
 #include "runtime/device_probe.h"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -28,9 +29,11 @@ bool is_owned(int32_t layer, std::span<const int32_t> layers) {
 DeviceCounters &DeviceCounters::operator+=(const DeviceCounters &other) {
     for (const auto member :
          {&DeviceCounters::calls, &DeviceCounters::hits, &DeviceCounters::fetched, &DeviceCounters::passed,
-          &DeviceCounters::host, &DeviceCounters::filled, &DeviceCounters::rows, &DeviceCounters::in_place,
-          &DeviceCounters::evictions, &DeviceCounters::unfit, &DeviceCounters::refused,
-          &DeviceCounters::resident_experts, &DeviceCounters::resident_bytes}) {
+          &DeviceCounters::host, &DeviceCounters::filled, &DeviceCounters::prefetched,
+          &DeviceCounters::prefetch_used, &DeviceCounters::prefetch_late, &DeviceCounters::prefetch_wasted,
+          &DeviceCounters::rows, &DeviceCounters::in_place, &DeviceCounters::evictions,
+          &DeviceCounters::unfit, &DeviceCounters::refused, &DeviceCounters::resident_experts,
+          &DeviceCounters::resident_bytes}) {
         this->*member += other.*member;
     }
     wait_seconds += other.wait_seconds;
@@ -158,6 +161,7 @@ Result<std::unique_ptr<DeviceTier>> DeviceTier::make(Engine &engine, ggml_backen
             engine.plan_.eviction, {static_cast<int32_t>(of.groups.size()), of.max_experts, low, of.top_k});
         plan.n_slots += low;
         plan.budget += made.pool.device_bytes();
+        tier->n_experts_ += cls.n_experts;
     }
     for (const Engine::Group &of : engine.groups_) {
         Group &group = tier->groups_.emplace_back();
@@ -171,6 +175,7 @@ Result<std::unique_ptr<DeviceTier>> DeviceTier::make(Engine &engine, ggml_backen
             group.slab_bytes += of.parts[p]->info->stride;
         }
     }
+    tier->set_up_ahead();
     tier->link_ =
         DeviceLink::make(device, [it = tier.get()](DeviceLink::Ticket ticket, double begun, double ended) {
             it->uploaded(ticket, begun, ended);
@@ -185,6 +190,7 @@ DeviceTier::~DeviceTier() {
     {
         const std::lock_guard lock(engine_.mutex_);
         stopping_ = true;
+        ahead_.clear();
         fills_.clear();
         wanted_.clear();
     }
@@ -231,7 +237,7 @@ bool DeviceTier::in_host_memory(int32_t group, int32_t expert) const {
     return host.slot >= 0 && host.complete(of.parts.size());
 }
 
-std::optional<int32_t> DeviceTier::take_slot(int32_t size_class) {
+std::optional<int32_t> DeviceTier::take_slot(int32_t size_class, bool demand) {
     SizeClass &cls = classes_[static_cast<size_t>(size_class)];
     if (const std::optional<int32_t> slot = cls.pool.take()) return slot;
     const Engine::SizeClass &numbers = engine_.classes_[static_cast<size_t>(size_class)];
@@ -240,16 +246,18 @@ std::optional<int32_t> DeviceTier::take_slot(int32_t size_class) {
         const DeviceSlab &it = slab(group_of(id), id.expert);
         return it.pins == 0 && it.state == State::ready;
     };
-    const std::optional<policy::SlabId> victim = cls.eviction->victim(evictable);
+    std::optional<policy::SlabId> victim = cls.eviction->victim(
+        [&](policy::SlabId id) { return evictable(id) && !load_ahead_->needed({group_of(id), id.expert}); });
+    if (!victim && demand) victim = cls.eviction->victim(evictable);
     if (!victim) return std::nullopt;
     evict(group_of(*victim), victim->expert);
     counters_.evictions += 1;
     return cls.pool.take();
 }
 
-bool DeviceTier::give_slot(int32_t group, int32_t expert) {
+bool DeviceTier::give_slot(int32_t group, int32_t expert, bool demand) {
     const Engine::Group &of = engine_.groups_[static_cast<size_t>(group)];
-    const std::optional<int32_t> slot = take_slot(of.size_class);
+    const std::optional<int32_t> slot = take_slot(of.size_class, demand);
     if (!slot) return false;
     DeviceSlab &it = slab(group, expert);
     it.slot = *slot;
@@ -265,6 +273,10 @@ void DeviceTier::evict(int32_t group, int32_t expert) {
     cls.pool.release(std::exchange(it.slot, -1));
     it.state = State::absent;
     it.doomed = false;
+    if (std::exchange(it.ahead, false)) {
+        counters_.prefetch_wasted += 1;
+        report_.wasted_bytes += slab_bytes(group);
+    }
     cls.eviction->on_evict({of.number, expert});
 }
 
@@ -326,8 +338,9 @@ void DeviceTier::uploaded(DeviceLink::Ticket ticket, double begun, double ended)
         }
         unpin_host(upload.group, upload.expert);
         if (engine_.timeline_.on()) {
+            constexpr std::array<const char *, 3> why = {"fetch", "fill", "ahead"};
             engine_.timeline_.add(Timeline::Track::upload,
-                                  std::string(upload.fill ? "fill" : "fetch") + " layer " +
+                                  std::string(why[static_cast<size_t>(upload.why)]) + " layer " +
                                       std::to_string(engine_.layer_of(upload.group)) + " expert " +
                                       std::to_string(upload.expert),
                                   begun, ended);
@@ -353,13 +366,18 @@ bool DeviceTier::begin_fill(const Fill &fill, Upload &upload) {
     const SizeClass &cls =
         classes_[static_cast<size_t>(engine_.groups_[static_cast<size_t>(group)].size_class)];
     if (!may_evict && cls.pool.n_free() == 0) return false; // others were quicker
-    if (slab(group, expert).state != State::absent || !in_host_memory(group, expert) ||
-        !give_slot(group, expert)) {
+    if (!begin_unasked({group, expert}, Why::fill, upload)) return false;
+    counters_.filled += 1;
+    return true;
+}
+
+bool DeviceTier::begin_unasked(policy::SlabId id, Why why, Upload &upload) {
+    if (slab(id.group, id.expert).state != State::absent || !in_host_memory(id.group, id.expert) ||
+        !give_slot(id.group, id.expert, false)) {
         return false; // or everything is in use
     }
-    upload = prepare(group, expert, slab(group, expert).slot);
-    upload.fill = true;
-    counters_.filled += 1;
+    upload = prepare(id.group, id.expert, slab(id.group, id.expert).slot);
+    upload.why = why;
     return true;
 }
 
@@ -369,6 +387,14 @@ void DeviceTier::pump() {
         const std::lock_guard lock(engine_.mutex_);
         if (stopping_ || !flights_.empty() || submitting_ > 0) return;
         bool found = false;
+        while (!found && !ahead_.empty()) {
+            const policy::SlabId id = ahead_.front();
+            ahead_.pop_front();
+            found = begin_unasked(id, Why::ahead, upload);
+            if (!found) continue;
+            slab(id.group, id.expert).ahead = true;
+            counters_.prefetched += 1;
+        }
         for (std::deque<Fill> *queue : {&fills_, &wanted_}) {
             while (!found && !queue->empty()) {
                 found = begin_fill(queue->front(), upload);

@@ -5,7 +5,8 @@
 // is computed: on the device (its slab is there, or is sent there now), or on the host (everything that the
 // DeviceCall does not take goes to a LayerCall as before). Slabs go up from the host pool's slots, which are
 // pinned meanwhile, so a slab that is not in host memory is read and computed there first. When the link is
-// idle, host-computed experts are sent up for later (fills), a few at a time, behind all fetches.
+// idle, experts that the next layers are predicted to use are sent up ahead (device_ahead.cpp), and then
+// host-computed experts for later tokens (fills), one at a time, behind all fetches.
 //
 // What is sent comes in chunks, each computed as soon as it is there. A prompt asks for more of a layer than
 // the pool should be given up for: what it does not have room for passes through a few slots that the call
@@ -17,7 +18,9 @@
 #pragma once
 
 #include "policy/eviction.h"
+#include "policy/load_ahead.h"
 #include "policy/placement.h"
+#include "runtime/ahead.h"
 #include "runtime/device_costs.h"
 #include "runtime/engine.h"
 #include "store/device_link.h"
@@ -51,14 +54,18 @@ struct DevicePlan {
 };
 
 struct DeviceCounters {
-    uint64_t calls = 0;    ///< layer calls in which the device computed
-    uint64_t hits = 0;     ///< routed experts whose slab was there
-    uint64_t fetched = 0;  ///< sent up for the call that needed them
-    uint64_t passed = 0;   ///< of these, through slots that the call borrowed: they did not stay
-    uint64_t host = 0;     ///< computed by the host
-    uint64_t filled = 0;   ///< sent up for later calls
-    uint64_t rows = 0;     ///< expert rows computed on the device
-    uint64_t in_place = 0; ///< layer calls whose activations the device had
+    uint64_t calls = 0;           ///< layer calls in which the device computed
+    uint64_t hits = 0;            ///< routed experts whose slab was there
+    uint64_t fetched = 0;         ///< sent up for the call that needed them
+    uint64_t passed = 0;          ///< of these, through slots that the call borrowed: they did not stay
+    uint64_t host = 0;            ///< computed by the host
+    uint64_t filled = 0;          ///< sent up for later calls
+    uint64_t prefetched = 0;      ///< sent up ahead, for a layer that was predicted to use it
+    uint64_t prefetch_used = 0;   ///< of these, there when a layer first needed them
+    uint64_t prefetch_late = 0;   ///< of these, on their way then
+    uint64_t prefetch_wasted = 0; ///< of these, evicted without having been needed
+    uint64_t rows = 0;            ///< expert rows computed on the device
+    uint64_t in_place = 0;        ///< layer calls whose activations the device had
     uint64_t evictions = 0;
     uint64_t unfit = 0;        ///< layer calls whose block the device cannot compute as it is
     uint64_t refused = 0;      ///< layer calls that the device had no memory for: the host computed them
@@ -73,6 +80,7 @@ struct DeviceCounters {
 struct DeviceExpert {
     int32_t expert = 0;
     int32_t slot = 0;
+    int32_t rows = 0;
 };
 
 class DeviceTier {
@@ -117,6 +125,18 @@ class DeviceTier {
     void pump();
     /// It is there or on its way. Under the Engine's lock, for a group that it owns.
     [[nodiscard]] bool has(int32_t group, int32_t expert) const;
+
+    // Sending ahead on predictions, for the Prefetcher (device_ahead.cpp). Under the Engine's lock:
+    /// Whether there is anything to send, and a link that would idle: copies overlap with computing, the
+    /// placement strategy loads ahead, and not every expert is on the device.
+    [[nodiscard]] bool sends_ahead() const;
+    /// How many layers ahead a call's experts must be known to be there in time.
+    [[nodiscard]] int32_t ahead_depth(double layer_seconds, int32_t l_max) const;
+    /// Plans anew what is sent ahead, of what these calls are predicted to use, nearest first; for no calls
+    /// nothing is. pump() begins with it.
+    void plan_ahead(std::span<const ComingCall> coming, double layer_seconds);
+    [[nodiscard]] AheadReport ahead_report() const { return report_; }
+
     [[nodiscard]] DeviceCounters counters() const;
     void reset_counters();
     /// Measures what placement by cost starts from (device_probe.h). Before the first layer call.
@@ -136,6 +156,7 @@ class DeviceTier {
         int32_t pins = 0; ///< layer calls that use it
         State state = State::absent;
         bool doomed = false;           ///< to leave as soon as nobody uses it
+        bool ahead = false;            ///< sent ahead, and not needed since
         double ends = 0.0;             ///< when a loading slab is expected
         DeviceLink::Ticket ticket = 0; ///< of its upload
     };
@@ -154,10 +175,11 @@ class DeviceTier {
         int32_t most = 0;  ///< slots of use
         int32_t least = 0; ///< slots that it cannot do without
     };
+    enum class Why : uint8_t { fetch, fill, ahead };
     struct Upload {
         int32_t group = 0;
         int32_t expert = 0;
-        bool fill = false;
+        Why why = Why::fetch;
         bool passing = false; ///< in a borrowed slot, which no DeviceSlab knows
         DeviceLink::Ticket ticket = 0;
         double ends = 0.0; ///< expected
@@ -165,6 +187,7 @@ class DeviceTier {
     };
 
     explicit DeviceTier(Engine &engine) : engine_(engine) {}
+    void set_up_ahead(); ///< once its groups are known
     [[nodiscard]] static std::vector<ClassNeeds>
     class_needs(const Engine &engine, ggml_backend_buffer_type_t type, std::span<const int32_t> layers);
 
@@ -173,13 +196,19 @@ class DeviceTier {
         return groups_[static_cast<size_t>(group)].slabs[static_cast<size_t>(expert)];
     }
     [[nodiscard]] bool in_host_memory(int32_t group, int32_t expert) const;
-    [[nodiscard]] std::optional<int32_t> take_slot(int32_t size_class); ///< evicts if it must
-    [[nodiscard]] bool give_slot(int32_t group, int32_t expert);
+    /// Evicts if it must: for a demand if need be what the next layers are predicted to use, else never.
+    [[nodiscard]] std::optional<int32_t> take_slot(int32_t size_class, bool demand);
+    [[nodiscard]] bool give_slot(int32_t group, int32_t expert, bool demand);
     void evict(int32_t group, int32_t expert);
     [[nodiscard]] Upload prepare(int32_t group, int32_t expert, int32_t slot); ///< pins the host slab
     void queue_fill(int32_t group, int32_t expert, bool may_evict);
     void unpin_host(int32_t group, int32_t expert);
     [[nodiscard]] double link_free_at() const;
+    /// A layer call needs the slab: had it been sent ahead?
+    void note_need(int32_t group, DeviceSlab &it);
+    [[nodiscard]] uint64_t slab_bytes(int32_t group) const {
+        return groups_[static_cast<size_t>(group)].slab_bytes;
+    }
 
     // Without it:
     DeviceLink::Ticket submit(Upload upload, ggml_backend_event_t after);
@@ -199,7 +228,13 @@ class DeviceTier {
         int32_t expert = 0;
         bool may_evict = false; ///< else it takes an empty slot only
     };
-    [[nodiscard]] bool begin_fill(const Fill &fill, Upload &upload); ///< under the lock; false: stale
+    // Under the lock; false: stale, or nothing may leave for it.
+    [[nodiscard]] bool begin_fill(const Fill &fill, Upload &upload);
+    [[nodiscard]] bool begin_unasked(policy::SlabId id, Why why, Upload &upload);
+    std::optional<policy::LoadAhead> load_ahead_; ///< its groups are the Engine's
+    std::deque<policy::SlabId> ahead_;            ///< planned: what is needed first is sent first
+    AheadReport report_;
+    int32_t n_experts_ = 0; ///< of all its layers
     std::deque<Fill> fills_;
     std::deque<Fill> wanted_; ///< when there are no fills
     size_t submitting_ = 0;   ///< uploads that have a slot and no ticket yet

@@ -1,5 +1,6 @@
 #include "runtime/prefetcher.h"
 
+#include "runtime/device_tier.h"
 #include "runtime/engine.h"
 
 #include <algorithm>
@@ -16,6 +17,13 @@ double now_seconds() {
 /// What leaves a full pool for a prefetch is missed again with about this chance: the eviction strategy
 /// gives up the slabs that it expects the least of.
 constexpr float victim_chance = 0.05F;
+
+/// How much a total has grown; totals start anew when the user resets them.
+template <class T>
+T since(T &seen, T total) {
+    const T before = std::exchange(seen, total);
+    return total >= before ? total - before : total;
+}
 
 bool distinct(std::span<const int32_t> ids) {
     for (size_t i = 1; i < ids.size(); ++i) {
@@ -120,15 +128,32 @@ void Prefetcher::on_call(int32_t group, const RouterInput &input, std::span<cons
     }
     check_forecast(group, ids);
     predictor_->begin_call(group, ids, static_cast<int32_t>(rows));
-    const bool look =
-        rows <= policy::Predictor::max_rows && (always_ || meter_.on()) && engine_.some_missing();
-    const double reading = look || !queued_.empty() ? act(group, look ? predict(group, input, ids) : 0) : 0.0;
-    counters_.calls += look ? 1 : 0;
+    const Reach look = looks(rows);
+    const bool any = look.memory + look.devices > 0;
+    const Reach reach = any ? predict(group, input, ids, look) : Reach{};
+    double moving = 0.0;
+    if (look.memory > 0 || !queued_.empty()) moving += act(group, reach.memory);
+    if (look.devices > 0 || devices_planned_) moving += act_on_devices(group, reach.devices);
+    counters_.calls += any ? 1 : 0;
     const std::span<const int32_t> last_row = ids.last(static_cast<size_t>(k));
     last_[static_cast<size_t>(group)].assign(last_row.begin(), last_row.end());
-    const double seconds = now_seconds() - started - reading;
+    const double seconds = now_seconds() - started - moving;
     counters_.seconds += seconds;
-    pass_predicting_ += look ? seconds : 0.0; // learning goes on where nothing is predicted
+    pass_predicting_ += any ? seconds : 0.0; // learning goes on where nothing is predicted
+}
+
+/// Whether to predict, and for whom.
+Prefetcher::Reach Prefetcher::looks(int64_t rows) const {
+    if (rows > policy::Predictor::max_rows) return {};
+    Reach look;
+    look.memory = (always_ || meter_.on()) && engine_.some_missing() ? 1 : 0;
+    if ((always_ || device_meter_.on()) && !engine_.devices_.empty()) {
+        const std::lock_guard lock(engine_.mutex_);
+        const bool sends =
+            std::ranges::any_of(engine_.devices_, [](const auto &it) { return it->sends_ahead(); });
+        look.devices = sends ? 1 : 0;
+    }
+    return look;
 }
 
 std::vector<float> Prefetcher::forecast(int32_t group) const {
@@ -155,22 +180,25 @@ void Prefetcher::check_forecast(int32_t group, std::span<const int32_t> ids) {
         counters_.correct += forecast.chances[static_cast<size_t>(id)] > threshold;
 }
 
-/// Reports the pass that has ended to the meter. What is compared is not its whole time, whose noise (other
-/// processes, frequencies) hides savings of a few percent, but the part that prefetching changes: waiting,
-/// predicting, and the processor time of reading; for each byte that the pass needed and did not find in
-/// memory, because how many that are differs from token to token.
+/// Reports the pass that has ended to the meters.
 void Prefetcher::end_pass() {
+    const double stalled = since(seen_stalled_, engine_.stalls_.seconds());
+    report_memory(stalled);
+    report_devices(stalled);
+}
+
+/// What is compared is not the whole time of the pass, whose noise (other processes, frequencies) hides
+/// savings of a few percent, but the part that reading ahead changes: waiting, predicting, and the processor
+/// time of reading; for each byte that the pass needed and did not find in memory, because how many that are
+/// differs from token to token.
+void Prefetcher::report_memory(double stalled) {
     const Counters now = engine_.prefetch_bytes();
-    const auto since = []<class T>(T &seen, T total) { // totals start anew when the user resets them
-        const T before = std::exchange(seen, total);
-        return total >= before ? total - before : total;
-    };
     const auto bytes = [&](uint64_t &seen, uint64_t total) {
         return static_cast<int64_t>(since(seen, total));
     };
     constexpr double seconds_per_byte = 11e-12; // 0.022 s/GB of one core for direct reads, here two of them
     const double waited =
-        since(seen_stalled_, engine_.stalls_.seconds()) + std::exchange(pass_predicting_, 0.0) +
+        stalled + std::exchange(pass_predicting_, 0.0) +
         seconds_per_byte * static_cast<double>(since(seen_read_, engine_.reader_->counters().bytes));
     policy::PassReport report = {.missed_bytes = bytes(seen_missed_, now.missed_bytes),
                                  .useful_bytes = bytes(seen_ready_, now.ready_bytes),
@@ -183,6 +211,29 @@ void Prefetcher::end_pass() {
     } else {
         meter_.skip_pass();
     }
+}
+
+/// What sending ahead changes is the time of the layer calls themselves: more is computed on the device, and
+/// predicting delays the host's share. Without the waits for the disk, for each byte of experts.
+void Prefetcher::report_devices(double stalled) {
+    if (engine_.devices_.empty()) return;
+    AheadReport now;
+    {
+        const std::lock_guard lock(engine_.mutex_);
+        for (const auto &tier : engine_.devices_) now += tier->ahead_report();
+    }
+    const AheadReport before = std::exchange(seen_ahead_, now);
+    const auto bytes = [&](uint64_t AheadReport::*member) {
+        return static_cast<int64_t>(now.*member - before.*member);
+    };
+    policy::PassReport report = {.missed_bytes = bytes(&AheadReport::absent_bytes),
+                                 .useful_bytes = bytes(&AheadReport::used_bytes),
+                                 .late_bytes = bytes(&AheadReport::late_bytes),
+                                 .wasted_bytes = bytes(&AheadReport::wasted_bytes)};
+    const int64_t needed = bytes(&AheadReport::needed_bytes);
+    const double seconds = now.call_seconds - before.call_seconds - stalled;
+    if (needed > 0 && clock_.pass_seconds() > 0.0) report.seconds = seconds / static_cast<double>(needed);
+    device_meter_.end_pass(report); // what is not above zero teaches nothing
 }
 
 std::span<const float> Prefetcher::scores(int32_t group, int32_t horizon, const RouterInput &input,
@@ -211,28 +262,46 @@ std::span<const float> Prefetcher::scores(int32_t group, int32_t horizon, const 
     return std::span(scores_).first(static_cast<size_t>(input.n_tokens) * n);
 }
 
-/// Fills forecasts_ of the next groups; returns how far it looked.
-int32_t Prefetcher::predict(int32_t group, const RouterInput &input, std::span<const int32_t> ids) {
+/// Fills forecasts_ of the next groups; returns how far it looked, for whoever `look` names.
+Prefetcher::Reach Prefetcher::predict(int32_t group, const RouterInput &input, std::span<const int32_t> ids,
+                                      Reach look) {
     const Engine::LinkSize link = engine_.link_size(group);
     const int32_t l_max = std::min(lookahead_.l_max, n_groups_ - 1);
-    const int32_t l_min = policy::least_depth(link.loads_per_call, link.slab_bytes,
-                                              engine_.reader_->bandwidth(), clock_.layer_seconds(), l_max);
+    Reach least; // what is to be known in time
+    least.memory = policy::least_depth(link.loads_per_call, link.slab_bytes, engine_.reader_->bandwidth(),
+                                       clock_.layer_seconds(), l_max);
+    if (look.devices > 0) {
+        const std::lock_guard lock(engine_.mutex_);
+        for (const auto &tier : engine_.devices_)
+            least.devices = std::max(least.devices, tier->ahead_depth(clock_.layer_seconds(), l_max));
+    }
     if (head_call_ && input.data != nullptr && input.n_tokens == 1) head_call_->start(input.row(0));
+    Reach reach;
+    bool memory = look.memory > 0;
+    bool devices = look.devices > 0;
+    int32_t wanted = 0; // reads in sight: looking further than the queue reaches would be for nothing
     int32_t depth = 0;
-    int32_t wanted = 0; // loads in sight: looking further than the queue reaches would be for nothing
-    while (depth < l_max && wanted < plan_options_.max_queue) {
+    while (depth < l_max && (memory || devices)) {
         const int32_t horizon = depth + 1;
         Forecast &forecast = forecasts_[static_cast<size_t>(target(group, horizon))];
         if (!predictor_->predict(group, horizon, scores(group, horizon, input, ids), forecast.chances)) break;
         forecast.made = true;
         forecast.horizon = horizon;
         depth = horizon;
-        wanted += engine_.n_absent(target(group, horizon), forecast.chances, plan_options_.p_min);
-        if (!policy::look_further(lookahead_, depth, l_min, policy::confidence(forecast.chances, scratch_)))
-            break;
+        const float confidence = policy::confidence(forecast.chances, scratch_);
+        if (memory) {
+            reach.memory = depth;
+            wanted += engine_.n_absent(target(group, horizon), forecast.chances, plan_options_.p_min);
+            memory = wanted < plan_options_.max_queue &&
+                     policy::look_further(lookahead_, depth, least.memory, confidence);
+        }
+        if (devices) {
+            reach.devices = depth;
+            devices = policy::look_further(lookahead_, depth, least.devices, confidence);
+        }
     }
     counters_.horizons += static_cast<uint64_t>(depth);
-    return depth;
+    return reach;
 }
 
 /// Withdraws what was queued by earlier calls and has not begun: the new plan knows better, what is still
@@ -298,6 +367,30 @@ double Prefetcher::act(int32_t group, int32_t depth) {
     return now_seconds() - begun;
 }
 
+/// Has the devices send up what is worth it, and nothing else that was planned before. Returns the seconds
+/// that handing over copies took: most of it happens on another thread.
+double Prefetcher::act_on_devices(int32_t group, int32_t depth) {
+    coming_.clear();
+    for (int32_t horizon = 1; horizon <= depth; ++horizon) {
+        const int32_t to = target(group, horizon);
+        coming_.push_back({to, horizon, forecasts_[static_cast<size_t>(to)].chances});
+    }
+    devices_planned_ = depth > 0;
+    {
+        const std::lock_guard lock(engine_.mutex_);
+        for (const auto &tier : engine_.devices_) {
+            const bool sends = tier->sends_ahead();
+            tier->plan_ahead(sends ? std::span<const ComingCall>(coming_) : std::span<const ComingCall>(),
+                             clock_.layer_seconds());
+        }
+    }
+    const double begun = now_seconds();
+    for (const auto &tier : engine_.devices_) {
+        if (depth > 0 && tier->plan().asynchronous) tier->pump();
+    }
+    return now_seconds() - begun;
+}
+
 Status Prefetcher::set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall,
                               uint64_t seed) {
     for (const policy::FutureCall &call : calls) {
@@ -323,6 +416,9 @@ PrefetchCounters Prefetcher::counters() const {
     counters.on = always_ || meter_.settled_on();
     counters.saving = meter_.saving();
     counters.switches = static_cast<uint64_t>(meter_.n_switches());
+    counters.device_on = always_ || device_meter_.settled_on();
+    counters.device_saving = device_meter_.saving();
+    counters.device_switches = static_cast<uint64_t>(device_meter_.n_switches());
     return counters;
 }
 

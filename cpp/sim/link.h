@@ -25,6 +25,7 @@ class Link {
         policy::SlabId id;
         double ready = 0.0; ///< not before
         double bytes = 0.0;
+        bool fill = false; ///< of lowest priority, not planned
     };
 
     explicit Link(const LinkSpec &spec) : spec_(spec) {}
@@ -134,6 +135,7 @@ class Link {
     /// Loads of lowest priority; the oldest makes room beyond `most`.
     void fill(const Load &load, size_t most) {
         fills_.push_back(load);
+        fills_.back().fill = true;
         if (fills_.size() > most) fills_.pop_front();
     }
     [[nodiscard]] double waiting() const {

@@ -65,6 +65,9 @@ struct SimResult {
     int64_t ahead = 0;          ///< slabs loaded ahead, fills among them; prefills included
     int64_t ahead_used = 0;
     int64_t ahead_wasted = 0; ///< evicted before any use
+    int64_t planned = 0;      ///< of `ahead`, those that a strategy planned: on predictions, and not fills
+    int64_t planned_used = 0;
+    int64_t planned_wasted = 0;
     int64_t disk_demands = 0; ///< slabs read from the file for a call, where there is a device, too
     double link_bytes = 0.0;  ///< to the fast pool, decode and prefill
     double disk_bytes = 0.0;  ///< from the file, where there is a device

@@ -6,12 +6,16 @@
 #include "policy/eviction.h"
 
 #include <cassert>
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
 
 namespace spice::sim {
+
+/// Why a slab that no call has used yet came: not ahead of need, planned on predictions, or a fill.
+enum class Ahead : uint8_t { no, planned, fill };
 
 class Tier {
   public:
@@ -30,23 +34,23 @@ class Tier {
     }
     [[nodiscard]] bool pinned(policy::SlabId id) const { return at(id).pinned; }
 
-    void load(policy::SlabId id, double arrives, bool ahead) {
+    void load(policy::SlabId id, double arrives, Ahead ahead) {
         assert(!present(id));
         at(id) = {arrives, false, ahead};
         ++n_present_;
     }
     void arrives_at(policy::SlabId id, double time) { at(id).arrives = time; }
-    /// Returns whether it was loaded ahead and never used.
-    bool evict(policy::SlabId id) {
+    /// Returns how it was loaded ahead, if it was never used.
+    Ahead evict(policy::SlabId id) {
         assert(present(id));
-        const bool wasted = at(id).ahead;
+        const Ahead wasted = at(id).ahead;
         at(id) = {};
         --n_present_;
         return wasted;
     }
     void pin(policy::SlabId id, bool pinned) { at(id).pinned = pinned; }
-    /// Returns whether this is the first use of a slab that was loaded ahead.
-    bool use(policy::SlabId id) { return std::exchange(at(id).ahead, false); }
+    /// Returns how it was loaded ahead, if this is its first use.
+    Ahead use(policy::SlabId id) { return std::exchange(at(id).ahead, Ahead::no); }
     [[nodiscard]] int32_t n_present() const { return n_present_; }
 
     /// The slab that arrives first among those that are present and not pinned; rare, so it searches.
@@ -68,7 +72,7 @@ class Tier {
     struct Slab {
         double arrives = absent;
         bool pinned = false;
-        bool ahead = false; ///< loaded ahead, not used yet
+        Ahead ahead = Ahead::no; ///< not used yet
     };
     [[nodiscard]] const Slab &at(policy::SlabId id) const {
         return slabs_[static_cast<size_t>(id.group) * n_experts_ + static_cast<size_t>(id.expert)];

@@ -38,13 +38,15 @@ void Tiers::begin_life(std::unique_ptr<policy::Strategy> strategy) {
 void Tiers::start_with(std::span<const SlabId> slabs) {
     for (const SlabId id : slabs) {
         if (strategy_->full(id) || fast_.present(id)) continue;
-        fast_.load(id, 0.0, false);
+        fast_.load(id, 0.0, Ahead::no);
         strategy_->on_load(id);
     }
 }
 
 void Tiers::evict_fast(SlabId id) {
-    ahead_wasted_ += fast_.evict(id) ? 1 : 0;
+    const Ahead wasted = fast_.evict(id);
+    ahead_wasted_ += wasted != Ahead::no ? 1 : 0;
+    planned_wasted_ += wasted == Ahead::planned ? 1 : 0;
     strategy_->on_evict(id);
 }
 
@@ -62,8 +64,9 @@ bool Tiers::start_fast(const Link::Load &load, double at) {
         evict_fast(*victim);
     }
     strategy_->on_load(load.id);
-    fast_.load(load.id, at, true);
+    fast_.load(load.id, at, load.fill ? Ahead::fill : Ahead::planned);
     ++ahead_;
+    planned_ += load.fill ? 0 : 1;
     link_bytes_ += load.bytes;
     return true;
 }
@@ -76,7 +79,7 @@ bool Tiers::start_memory(const Link::Load &load, double at) {
         evict_memory(*victim);
     }
     memory_eviction_->on_load(load.id);
-    memory_.load(load.id, at, true);
+    memory_.load(load.id, at, Ahead::planned);
     disk_bytes_ += load.bytes;
     return true;
 }
@@ -135,7 +138,7 @@ double Tiers::to_memory(SlabId id, double now) {
     const double slot = slot_in_memory(now);
     const double end = disk_.demand(slot, bytes(id));
     memory_eviction_->on_load(id);
-    memory_.load(id, end, false);
+    memory_.load(id, end, Ahead::no);
     memory_.pin(id, true);
     ++disk_demands_;
     disk_bytes_ += bytes(id);
@@ -149,7 +152,7 @@ double Tiers::to_fast(SlabId id, double now, double in_memory) {
     const double slot = slot_in_fast(id, now);
     const double end = link_.demand(std::max(in_memory, slot), bytes(id));
     strategy_->on_load(id);
-    fast_.load(id, end, false);
+    fast_.load(id, end, Ahead::no);
     fast_.pin(id, true);
     link_bytes_ += bytes(id);
     return end;
@@ -217,7 +220,9 @@ void Tiers::begin_call(const policy::StrategyCall &call, double now) {
         const SlabId id{call.group, call.experts[i]};
         if (fast_.present(id)) {
             if (link_.is_interrupted(id)) fast_.arrives_at(id, link_.resume(now));
-            if (fast_.use(id)) ++ahead_used_;
+            const Ahead used = fast_.use(id);
+            ahead_used_ += used != Ahead::no ? 1 : 0;
+            planned_used_ += used == Ahead::planned ? 1 : 0;
             fast_.pin(id, true);
             continue;
         }
@@ -239,6 +244,9 @@ void Tiers::count_into(SimResult &result) const {
     result.ahead = ahead_;
     result.ahead_used = ahead_used_;
     result.ahead_wasted = ahead_wasted_;
+    result.planned = planned_;
+    result.planned_used = planned_used_;
+    result.planned_wasted = planned_wasted_;
     result.disk_demands = disk_demands_;
     result.link_bytes = link_bytes_;
     result.disk_bytes = disk_bytes_;

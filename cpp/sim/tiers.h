@@ -90,6 +90,9 @@ class Tiers {
     int64_t ahead_ = 0;
     int64_t ahead_used_ = 0;
     int64_t ahead_wasted_ = 0;
+    int64_t planned_ = 0; // of these, on predictions
+    int64_t planned_used_ = 0;
+    int64_t planned_wasted_ = 0;
     int64_t disk_demands_ = 0;
     double link_bytes_ = 0.0;
     double disk_bytes_ = 0.0;

@@ -133,6 +133,8 @@ def _summary(llm: MeteredLlama) -> str:
             f"{stats['resident_experts']} of {plan.experts_total} experts resident "
             f"({format_bytes(stats['resident_bytes'])})",
         ]
+    if plan.device:
+        parts.append(_on_device(stats, plan.device))
     mode = "SPICE" if plan.mode == "spice" else "plain llama.cpp"
     if plan.lore and (replaced := lore.summary(stats, plan.moe_layers)):
         parts.append(replaced)
@@ -145,6 +147,16 @@ def _ahead(stats: dict[str, Any]) -> str:
         return ""
     wasted = f", {format_bytes(stats['wasted_bytes'])} for nothing" if stats["wasted_bytes"] else ""
     return f" ({format_bytes(stats['prefetch_bytes'])} ahead of need{wasted})"
+
+
+def _on_device(stats: dict[str, Any], device: str) -> str:
+    """How much of the experts' work the GPU did, and what crossed the link for it."""
+    share = stats["device_rows"] / max(stats["expert_rows"], 1)
+    wasted = stats["device_prefetch_wasted"]
+    nothing = f", {wasted} for nothing" if wasted else ""
+    sent = stats["device_prefetched"]
+    ahead = f" ({sent} of {stats['uploads']} experts ahead of need{nothing})" if sent else ""
+    return f"{share:.0%} of expert work on {device}, {format_bytes(stats['upload_bytes'])} sent there{ahead}"
 
 
 def _report(llm: MeteredLlama, session: Session, text: str, code: int) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class Plan:
         fitted = f" with {Path(self.sidecar).name}" if self.sidecar else ""
         note = f"; {self.predictor_note}" if self.predictor_note else ""
         memory = format_bytes(self.predictor_bytes)
-        return f"read ahead where {self.predictor}{fitted} predicts them ({memory}{note})"
+        moved = "read and sent to the GPU" if self.device else "read"
+        return f"{moved} ahead where {self.predictor}{fitted} predicts them ({memory}{note})"
 
     def __str__(self) -> str:
         threads = f"{_count(self.n_threads, 'compute thread')} ({self.n_threads_batch} for batches)"

@@ -49,6 +49,13 @@ COUNTERS: dict[str, str] = {
     "device_fetched": "experts that were sent to the GPU for the layer call that needed them",
     "device_passed": "of these, experts of prompts that passed through a few slots and did not stay",
     "device_filled": "experts that were sent to the GPU for later tokens",
+    "device_prefetched": "experts that were sent to the GPU ahead of a layer that was predicted to use them",
+    "device_prefetch_used": "of these, experts that were there when a layer first needed them",
+    "device_prefetch_late": "of these, experts that were still on their way then",
+    "device_prefetch_wasted": "of these, experts that left the GPU's pool without having been needed",
+    "device_prefetch_on": "whether experts are sent ahead now: it turns itself off while it does not pay",
+    "device_prefetch_saving": "measured share of the layer calls' time that sending ahead saves",
+    "device_prefetch_switches": "times that it was turned off or on again",
     "device_left": "experts that the CPU computed beside the GPU",
     "device_rows": "expert evaluations on the GPU, part of expert_rows",
     "device_evictions": "experts that left the GPU's pool to make room",
@@ -82,6 +89,7 @@ GAUGES = frozenset(
         "prefetch_switches",
     }
     | {"device_resident_experts", "device_resident_bytes"}
+    | {"device_prefetch_on", "device_prefetch_saving", "device_prefetch_switches"}
 )
 
 
