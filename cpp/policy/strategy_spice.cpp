@@ -31,13 +31,11 @@ class SpiceStrategy final : public SharedPool {
         return id || !demand ? id : SharedPool::victim(incoming, demand, evictable);
     }
 
-    void begin_call(const StrategyCall &call) override {
-        ahead_->begin();
-        SharedPool::begin_call(call);
-    }
-
     void plan(const PlanContext &context, std::vector<SlabId> &wanted) override {
-        if (context.predictor == nullptr) return;
+        if (context.predictor == nullptr) {
+            ahead_->begin();
+            return;
+        }
         ahead_ = context.costs == nullptr ? &to_memory_ : &to_device_;
         ahead_->begin();
         const int32_t deepest = std::min(lookahead_.l_max, context.predictor->max_horizon());

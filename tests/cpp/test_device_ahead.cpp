@@ -105,7 +105,10 @@ TEST(without_predictions_nothing_is_sent_ahead) {
         const ggml_backend_ptr stream = new_stream();
         read_everything(*f);
         if (way == 2) {
-            for (int32_t group = 0; group < n_layers; ++group) f->bring(stream.get(), group, {0, 1, 2, 3});
+            for (int i = 0; i < 100 && f->tier().counters().resident_experts < 24; ++i) {
+                for (int32_t group = 0; group < n_layers; ++group)
+                    f->bring(stream.get(), group, {0, 1, 2, 3});
+            }
             let_it_send(*f);
             CHECK_EQ(f->tier().counters().resident_experts, 24u);
         }
@@ -139,9 +142,15 @@ TEST(what_has_passed_is_not_sent_any_more) {
     const auto f = make({.predictor = "replay", .always = true}, 1.0, 0.5, "spice", slow);
     const ggml_backend_ptr stream = new_stream();
     read_everything(*f);
+    const auto predict = [&](int32_t group) {
+        f->engine->predict(group, spice::RouterInput{.n_tokens = 1}, std::vector<int32_t>{0, 1});
+        std::this_thread::sleep_for(std::chrono::milliseconds(5)); // what a layer seems to take
+    };
+    for (int32_t group = 0; group < n_layers; ++group) predict(group);
     tell(*f, {{0, {0, 1}}, {1, {0, 1}}, {2, {0, 1}}});
-    const spice::RouterInput one{.n_tokens = 1};
-    for (const int32_t group : {0, 1}) f->engine->predict(group, one, std::vector<int32_t>{0, 1});
+    predict(0);
+    CHECK_EQ(f->tier().counters().prefetched, 0u); // nobody knows yet how long a layer takes
+    predict(1);
     CHECK_EQ(f->tier().counters().prefetched, 1u); // the other one waits for the link
     DeviceCall call;
     call.begin(f->tier(), 2, std::vector<int32_t>{0, 1});
@@ -187,6 +196,7 @@ TEST(two_contexts_calls_and_loads_ahead_meet) {
                 int n = 0;
                 for (const Call &call : routing(40, t)) {
                     right += f->call(stream.get(), call.group, call.ids, 1);
+                    std::this_thread::sleep_for(std::chrono::microseconds(500)); // or no copy is in time
                     if (++n % 80 == 0) f->tier().forget();
                 }
             });
