@@ -65,7 +65,8 @@ class SpiceOptions:
     """Reads kept in flight. None tries a few numbers on the first reads and keeps the best."""
 
     prefetch: bool | str = True
-    """Read experts ahead of need. It turns itself off while it does not pay; ``"always"`` keeps it on."""
+    """Read experts ahead of need, and send them to the GPU ahead of need. Each of both turns itself off while
+    it does not pay; ``"always"`` keeps them on."""
 
     predictor: str | None = None
     """What predicts the next layers' experts: a name of ``spice_moe.predictors()``; None is the default."""

@@ -66,9 +66,9 @@ def test_a_slow_link(emulated: DeviceProcess, tiny_model) -> None:
 
 
 def prompts_run(path: Path) -> dict[str, Any]:
-    """Prompts of nine tokens and more, and nothing else."""
+    """Prompts in batches of eleven tokens and more, and nothing else."""
     with contextlib.closing(open_model(Llama, path, n_gpu_layers=99, **ALWAYS)) as llm:
-        for size in (9, 20, 33):
+        for size in (11, 22, 33):
             prefill(llm, prompt(66, seed=size), [size] * (66 // size))
         return llm.spice.stats()
 
