@@ -2,7 +2,8 @@
 
 Decodes a text twice, token by token, on the emulated accelerator, with every expert in memory and an empty
 pool on the device; then plays the routing that the runtime itself recorded in the simulator, on a machine
-with the speeds that the runtime's probe found and as much time beside experts as the runtime took. Strategies
+with the speeds that the runtime's probe found, the link's as it was while decoding, and as much time beside
+experts as the runtime took. Strategies
 whose decisions do not depend on time must agree within a percent or two (an LRU remembers the order within a
 call), the others roughly: the emulator computes on the host's own processors. `spice` runs without and with
 predictions from the ids alone, by the same class on both sides. A model whose experts have several sizes has
@@ -86,12 +87,14 @@ def run(
     return {"stats": stats, "ids": routing, "token_seconds": seconds / (2 * len(tokens))}
 
 
-def simulate(report: dict[str, Any], name: str, speed: Speed, predictor: str = "none") -> dict[str, Any]:
-    """The simulator's counters of the same strategy on the same routing, with the speeds of the probe."""
+def simulate(report: dict[str, Any], name: str, predictor: str = "none") -> dict[str, Any]:
+    """The simulator's counters of the same strategy on the same routing, with the runtime's speeds."""
     from spice_moe import hardware, sim, trace
     from spice_moe.sim_models import Shape
 
     plan, ids = report["stats"]["plan"], report["ids"]
+    # As it was: the emulator's copying thread waits its turn for a processor.
+    moved, seconds = report["stats"]["upload_bytes"], report["stats"]["upload_seconds"]
     device = plan["devices"][0]
     machine = hardware.Hardware(
         name="emulated",
@@ -100,7 +103,7 @@ def simulate(report: dict[str, Any], name: str, speed: Speed, predictor: str = "
         host=hardware.Engine(device["host_speed"], device["host_speed"]),
         disk=hardware.Link(1e9),
         device=hardware.Engine(device["device_speed"], device["device_speed"]),
-        link=hardware.Link(speed.upload_per_second or device["link_speed"], speed.copy_latency_seconds),
+        link=hardware.Link(moved / seconds if moved and seconds else device["link_speed"]),
     )
     layers, n_tokens, _ = ids.shape
     recorded = trace.Trace(
@@ -191,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for vram in args.vram:
         for name, predictor in runs:
             report = run(str(args.model), tokens, name, vram, predictor, n_threads=1)
-            figures = compare(report, simulate(report, name, speed, predictor))
+            figures = compare(report, simulate(report, name, predictor))
             results.append(
                 {
                     "vram": vram,

@@ -135,10 +135,9 @@ def test_what_the_device_computes_counts_as_used(emulated: DeviceProcess, tiny_m
 
 def sim_run(path: Path) -> dict[str, dict[str, float]]:
     """The runtime's and the simulator's figures with predictions from ids."""
-    speed = Speed(upload_per_second=1e9)
-    device_child.emulator.configure(speed)
+    device_child.emulator.configure(Speed(upload_per_second=1e9))
     report = run(str(path), prompt(60, seed=3), "spice", "25%", "history", n_threads=1)
-    return compare(report, simulate(report, "spice", speed, "history"))
+    return compare(report, simulate(report, "spice", "history"))
 
 
 def test_the_simulator_sends_ahead_as_well(emulated: DeviceProcess, tiny_model) -> None:

@@ -14,10 +14,9 @@ from bench.device_sim import TIMELESS, compare, run, simulate
 
 
 def counters(path: Path, name: str, vram: str) -> dict[str, dict[str, float]]:
-    speed = Speed(upload_per_second=1e9)
-    device_child.emulator.configure(speed)
+    device_child.emulator.configure(Speed(upload_per_second=1e9))
     report = run(str(path), prompt(60, seed=3), name, vram, n_threads=1)
-    return compare(report, simulate(report, name, speed))
+    return compare(report, simulate(report, name))
 
 
 @pytest.mark.parametrize("vram", ["15%", "50%"])
