@@ -134,31 +134,39 @@ TEST(a_prompt_sends_nothing_ahead) {
         }
     }
     CHECK_EQ(f->tier().counters().prefetched, 0u);
+    CHECK_EQ(f->engine->counters().prefetch.calls, 0u);
 }
 
 TEST(what_has_passed_is_not_sent_any_more) {
     spice_emulator_settings slow = test::no_costs;
     slow.copy_latency_seconds = 0.1; // for each part
-    const auto f = make({.predictor = "replay", .always = true}, 1.0, 0.5, "spice", slow);
-    const ggml_backend_ptr stream = new_stream();
-    read_everything(*f);
-    const auto predict = [&](int32_t group) {
-        f->engine->predict(group, spice::RouterInput{.n_tokens = 1}, std::vector<int32_t>{0, 1});
-        std::this_thread::sleep_for(std::chrono::milliseconds(5)); // what a layer seems to take
-    };
-    for (int32_t group = 0; group < n_layers; ++group) predict(group);
-    tell(*f, {{0, {0, 1}}, {1, {0, 1}}, {2, {0, 1}}});
-    predict(0);
-    CHECK_EQ(f->tier().counters().prefetched, 0u); // nobody knows yet how long a layer takes
-    predict(1);
-    CHECK_EQ(f->tier().counters().prefetched, 1u); // the other one waits for the link
-    DeviceCall call;
-    call.begin(f->tier(), 2, std::vector<int32_t>{0, 1});
-    let_it_send(*f);
-    const DeviceCounters c = f->tier().counters();
-    CHECK_EQ(c.prefetched, 1u);
-    CHECK_EQ(c.prefetch_late, 1u);
-    CHECK_EQ(c.prefetch_used, 0u);
+    for (const bool prompt : {false, true}) {
+        const auto f = make({.predictor = "replay", .always = true}, 1.0, 0.5, "spice", slow);
+        const ggml_backend_ptr stream = new_stream();
+        read_everything(*f);
+        const auto predict = [&](int32_t group) {
+            f->engine->predict(group, spice::RouterInput{.n_tokens = 1}, std::vector<int32_t>{0, 1});
+            std::this_thread::sleep_for(std::chrono::milliseconds(5)); // what a layer seems to take
+        };
+        for (int32_t group = 0; group < n_layers; ++group) predict(group);
+        tell(*f, {{0, {0, 1}}, {1, {0, 1}}, {2, {0, 1}}});
+        predict(0);
+        CHECK_EQ(f->tier().counters().prefetched, 0u); // nobody knows yet how long a layer takes
+        predict(1);
+        CHECK_EQ(f->tier().counters().prefetched, 1u); // the other one waits for the link
+        DeviceCall call;
+        if (prompt) { // which says nothing of the next calls
+            const std::vector<int32_t> ids = {0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1};
+            f->engine->predict(1, spice::RouterInput{.n_tokens = 9}, ids);
+        } else {
+            call.begin(f->tier(), 2, std::vector<int32_t>{0, 1});
+        }
+        let_it_send(*f);
+        const DeviceCounters c = f->tier().counters();
+        CHECK_EQ(c.prefetched, 1u);
+        CHECK_EQ(c.prefetch_late, prompt ? 0u : 1u);
+        CHECK_EQ(c.prefetch_used, 0u);
+    }
 }
 
 TEST(sending_ahead_turns_itself_off_and_on) {
