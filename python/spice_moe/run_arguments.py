@@ -154,11 +154,8 @@ def _experts(group: argparse._ArgumentGroup) -> None:
         help=f"who computes which expert: {', '.join(placements())}")  # fmt: skip
     add("--strategy", metavar="NAME", choices=strategies(),
         help=f"who leaves a full pool: {', '.join(strategies())}")  # fmt: skip
-    add(
-        "--no-prefetch",
-        action="store_true",
-        help="read and send experts only when they are needed, never ahead",
-    )
+    add("--no-prefetch", action="store_true",
+        help="read and send experts only when they are needed, never ahead")  # fmt: skip
     add("--predictor", metavar="NAME", choices=predictors(),
         help=f"what predicts the next layers' experts: {', '.join(predictors())}")  # fmt: skip
     add("--no-preload", action="store_true",
