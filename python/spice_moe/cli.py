@@ -77,7 +77,7 @@ def _answer(session: Session, prompt: str, args: argparse.Namespace) -> tuple[in
     try:
         text, cut = _stream(pieces, echo=not args.json)
     except ValueError as error:
-        if "context window" not in str(error):
+        if not _too_long(error):
             raise
         raise command.UsageError(f"{command.one_line(error)}; --ctx N makes room for more") from error
     return (command.INTERRUPTED if cut else command.OK), text
@@ -102,8 +102,15 @@ def _converse(session: Session) -> int:
         elif line:
             try:
                 _stream(session.chat(line), echo=True)
-            except ValueError as error:  # the conversation is longer than the context
+            except ValueError as error:
+                if not _too_long(error):
+                    raise
                 _say(f"{command.one_line(error)}; /reset starts anew, --ctx N makes room for more")
+
+
+def _too_long(error: ValueError) -> bool:
+    """Whether the parent says that a prompt does not fit the context."""
+    return "context window" in str(error)
 
 
 def _read_line() -> str:

@@ -160,6 +160,9 @@ def test_what_the_options_do() -> None:
     assert len(whole) > 4
     assert run("--stop", whole[3:5]).stdout.strip() == whole[:3].strip()
     assert run("--grammar", 'root ::= "yes" | "no"').stdout.strip() in ("yes", "no")
+    base = [sys.executable, "-m", "spice_moe", TINY, "-i", "--grammar", "nope"]
+    chat = subprocess.run(base, input="Hello\nHello\n", capture_output=True, text=True, timeout=120)
+    assert chat.returncode == command.USAGE and chat.stderr.count("spice-run: error") == 1
     bad = run("--grammar", "nope")
     assert bad.returncode == command.USAGE and "does not parse" in bad.stderr
     long = run("-c", "64", "--system", "word " * 500)
