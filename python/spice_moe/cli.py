@@ -18,8 +18,9 @@ from .shipped import tiny_model
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
     args = run_arguments.parse(argv)
-    with contextlib.suppress(AttributeError):  # a replaced stdout may not be a TextIOWrapper
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        with contextlib.suppress(AttributeError):  # closed, or replaced by what is no TextIOWrapper
+            stream.reconfigure(encoding="utf-8", errors="replace")
     return command.run("spice-run", lambda: _run(args), json_errors=args.json, verbose=args.verbose)
 
 
