@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from spice_moe import trace
 from spice_moe._core import policy
+from worker import run_main
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
 BELADY = {"belady": False, "belady/layer": True}  # name: per layer
@@ -158,4 +159,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

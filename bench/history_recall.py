@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from spice_moe import trace
 from spice_moe._core import policy
+from worker import run_main
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
 
@@ -61,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

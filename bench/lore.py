@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from worker import run_worker, serve
+from worker import run_main, run_worker, serve
 
 
 def write_random(model: Path, path: Path, rank: int) -> None:
@@ -147,4 +147,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         serve(work)
     else:
-        sys.exit(main())
+        sys.exit(run_main(main))

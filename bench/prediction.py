@@ -20,6 +20,7 @@ from typing import Any
 
 from spice_moe import _core, capture, fit, fit_recall, fit_stats
 from spice_moe.predictions import HORIZONS, Forecaster, has_fitted
+from worker import run_main
 
 
 def askable(name: str, heads: Any) -> bool:
@@ -182,4 +183,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from worker import run_worker
+from worker import run_main, run_worker
 
 WORKER = Path(__file__).with_name("prefetch_worker.py")
 THROTTLE = Path("/sys/fs/cgroup/blkio")
@@ -183,4 +183,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -26,7 +26,7 @@ from typing import Any
 from decoding import PROMPT
 from ram_pressure import drop_from_page_cache
 from spice_moe import hardware, probe, sim, sim_models, trace
-from worker import run_worker, serve
+from worker import run_main, run_worker, serve
 
 PARTS = 3  #: reads of an expert: gate, up, down
 ALIGNMENT = 4096
@@ -227,4 +227,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -1,4 +1,7 @@
-"""Worker processes of benchmarks: a job goes in as JSON, a report comes out as JSON, failures in one line."""
+"""How benchmarks and their worker processes run: a failure is told in one line.
+
+A worker's job goes in as JSON, its report comes out as JSON.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,13 @@ def run_worker(script: Path, job: Job, label: str, *, enter: Callable[[], None] 
     if done.returncode != 0:
         raise SystemExit(f"the run of {label} ended with exit code {done.returncode}; see above")
     return json.loads(done.stdout)
+
+
+def run_main(main: Callable[[], int]) -> int:
+    """What a benchmark's script does: its exit code, or that of a command of SPICE that fails like that."""
+    from spice_moe import command
+
+    return command.run(Path(sys.argv[0]).stem, main, json_errors=False)
 
 
 def serve(work: Callable[[Job], Report]) -> None:

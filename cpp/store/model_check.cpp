@@ -244,8 +244,10 @@ class Check {
         const bool dense_hunyuan = (arch_ == "hunyuan-dense" || arch_ == "hunyuan_vl") && count <= 1;
         if (dense_hunyuan) return {}; // llama.cpp sets both to zero
         if (override_ < 0 || override_ > count) {
-            return refuse("expert_used_count is asked to be " + std::to_string(override_) +
-                          ", but the model has " + std::to_string(count) + " experts");
+            return {Code::unsupported, model_.files().front().path.string() +
+                                           ": expert_used_count is asked to be " + std::to_string(override_) +
+                                           ", but the model has " + std::to_string(count) +
+                                           " experts; ask for at most as many"};
         }
         int64_t most = 0;
         for (int32_t layer = 0; layer < n_layers(); ++layer) {

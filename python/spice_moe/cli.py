@@ -18,8 +18,9 @@ from .shipped import tiny_model
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: ``sys.argv[1:]``) and return its exit code; see ``--help``."""
     args = run_arguments.parse(argv)
-    with contextlib.suppress(AttributeError):  # a replaced stdout may not be a TextIOWrapper
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        with contextlib.suppress(AttributeError):  # closed, or replaced by what is no TextIOWrapper
+            stream.reconfigure(encoding="utf-8", errors="replace")
     return command.run("spice-run", lambda: _run(args), json_errors=args.json, verbose=args.verbose)
 
 
@@ -77,7 +78,7 @@ def _answer(session: Session, prompt: str, args: argparse.Namespace) -> tuple[in
     try:
         text, cut = _stream(pieces, echo=not args.json)
     except ValueError as error:
-        if "context window" not in str(error):
+        if not _too_long(error):
             raise
         raise command.UsageError(f"{command.one_line(error)}; --ctx N makes room for more") from error
     return (command.INTERRUPTED if cut else command.OK), text
@@ -102,8 +103,15 @@ def _converse(session: Session) -> int:
         elif line:
             try:
                 _stream(session.chat(line), echo=True)
-            except ValueError as error:  # the conversation is longer than the context
+            except ValueError as error:
+                if not _too_long(error):
+                    raise
                 _say(f"{command.one_line(error)}; /reset starts anew, --ctx N makes room for more")
+
+
+def _too_long(error: ValueError) -> bool:
+    """Whether the parent says that a prompt does not fit the context."""
+    return "context window" in str(error)
 
 
 def _read_line() -> str:

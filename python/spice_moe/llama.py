@@ -54,6 +54,7 @@ class Llama(llama_cpp.Llama):
     """The plan (``llm.spice.plan``) and the counters (``llm.spice.stats()``) of this model."""
 
     _attachment: Attachment | None = None
+    _closed = False
 
     def __init__(
         self,
@@ -140,6 +141,7 @@ class Llama(llama_cpp.Llama):
     # The parent sets this as soon as llama.cpp has loaded the model, before contexts and LoRA adapters.
     @property
     def _model(self) -> internals.LlamaModel:
+        self._check_open()
         return self._loaded_model
 
     @_model.setter
@@ -147,6 +149,33 @@ class Llama(llama_cpp.Llama):
         self._loaded_model = model
         if self._attachment is not None:
             self._attachment.finish_load()
+
+    @property
+    def _ctx(self) -> internals.LlamaContext:
+        self._check_open()
+        return self._made_context
+
+    @_ctx.setter
+    def _ctx(self, context: internals.LlamaContext) -> None:
+        self._made_context = context
+
+    def _check_open(self) -> None:
+        """Raise ValueError once the model is closed: the parent then hands llama.cpp NULL, and crashes."""
+        if self._closed:
+            raise ValueError("the model is closed; load it again")
+
+    def tokenize(self, *args: Any, **kwargs: Any) -> list[int]:
+        """As the parent, while the model is open."""
+        self._check_open()
+        return super().tokenize(*args, **kwargs)
+
+    def detokenize(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> bytes:
+        """As the parent. Raises ValueError for ids outside of the vocabulary: they end its process."""
+        size = self.n_vocab()
+        unknown = next((token for token in tokens if not 0 <= token < size), None)
+        if unknown is not None:
+            raise ValueError(f"token {unknown} is not in the vocabulary of {size}")
+        return super().detokenize(tokens, *args, **kwargs)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens as the parent does. Raises SpiceError subclasses when an expert cannot be had."""
@@ -173,6 +202,7 @@ class Llama(llama_cpp.Llama):
         """Free the model, its contexts, and then SPICE's memory and threads. Safe to call twice."""
         if hasattr(self, "_stack"):  # absent when __init__ failed early
             super().close()
+        self._closed = True
         spice: Spice | None = self.__dict__.get("spice")
         if spice is not None:
             spice.detach()

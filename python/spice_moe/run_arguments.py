@@ -75,6 +75,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         lore.check(args.lore, args.lore_budget, False)
     except ValueError as error:
         parser.error(str(error))
+    for option, text in (
+        ("-p", args.prompt),
+        ("--system", args.system),
+        ("--grammar", args.grammar),
+        ("--json-schema", args.json_schema),
+        *(("--stop", one) for one in args.stop),
+    ):
+        if text is not None and text != text.encode(errors="replace").decode():
+            parser.error(f"{option} is not UTF-8")
     if args.json and args.interactive:
         parser.error("--json prints one answer: give it a prompt with -p, -f or on stdin, not -i")
     return args
@@ -125,7 +134,7 @@ def _running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     threads = command.integer(1, MAX_THREADS)
     add("-c", "--ctx", "--ctx-size", type=command.integer(1, 2**31 - 1), default=4096, metavar="N",
-        help="context (default 4096)")  # fmt: skip
+        help="context, in steps of 256 (default 4096)")  # fmt: skip
     add("-t", "--threads", type=threads, metavar="N", help="compute threads for single tokens")
     add("--threads-batch", type=threads, metavar="N", help="compute threads for prompts")
     add("--batch", "--batch-size", type=command.integer(1, 2**31 - 1), default=512, metavar="N",
@@ -233,7 +242,8 @@ def for_llama(args: argparse.Namespace) -> dict[str, Any]:
         "tensor_split": args.tensor_split,
         "main_gpu": args.main_gpu,
         "lora_path": args.lora,
-        "n_ctx": args.ctx,
+        # As llama.cpp rounds it: the parent's own arrays are not, and end before the context does.
+        "n_ctx": -(-args.ctx // 256) * 256,
         "n_batch": args.batch,
         "n_ubatch": args.batch,
         "kv_overrides": _expert_override(args),

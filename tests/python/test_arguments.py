@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,8 @@ def test_options_of_several_gpus_are_passed_on() -> None:
         ["--vram", "6G,"],
         ["-m", "again"],
         ["--grammar", "x", "--json-schema", "{}"],
+        ["--system", "\udcff"],
+        ["--stop", "\udcff"],
     ],
     ids=" ".join,
 )
@@ -160,9 +163,17 @@ def test_what_the_options_do() -> None:
     assert len(whole) > 4
     assert run("--stop", whole[3:5]).stdout.strip() == whole[:3].strip()
     assert run("--grammar", 'root ::= "yes" | "no"').stdout.strip() in ("yes", "no")
+    base = [sys.executable, "-m", "spice_moe", TINY, "-i", "--grammar", "nope"]
+    chat = subprocess.run(base, input="Hello\nHello\n", capture_output=True, text=True, timeout=120)
+    assert chat.returncode == command.USAGE and chat.stderr.count("spice-run: error") == 1
     bad = run("--grammar", "nope")
     assert bad.returncode == command.USAGE and "does not parse" in bad.stderr
     long = run("-c", "64", "--system", "word " * 500)
     assert long.returncode == command.USAGE and "--ctx" in long.stderr
+    full = run("-c", "1", "--raw", "--temp", "2", "--seed", "3", "--min-p", "0", "--json")
+    assert json.loads(full.stdout)["finish_reason"] in ("length", "stop"), full.stderr
+    base = [sys.executable, "-m", "spice_moe", TINY, "-i", "-n", "2"]
+    odd = subprocess.run(base, input=b"H\xff\xfei\n", capture_output=True, timeout=120)
+    assert odd.returncode == 0 and odd.stdout.strip(), odd.stderr
     over = run("--timeline", TINY)
     assert over.returncode == command.USAGE and "overwritten" in over.stderr

@@ -71,3 +71,14 @@ def test_a_worker_that_fails_is_told_in_one_line(tiny_model, bench: str) -> None
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "is too small" in done.stderr and "ended with exit code 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "bench", ["eviction", "history_recall", "lore", "prediction", "prefetch", "ram_pressure", "validate_sim"]
+)
+def test_a_missing_file_is_told_in_one_line(bench: str) -> None:
+    more = ["--text", __file__] if bench == "prediction" else []
+    command = [sys.executable, str(FOLDER / f"{bench}.py"), "nothing.gguf", *more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1 and "no such file" in done.stderr.lower()

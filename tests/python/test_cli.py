@@ -84,7 +84,7 @@ def test_chat_on_a_pipe(model: Path) -> None:
 
 
 def test_a_chat_longer_than_the_context_goes_on(model: Path) -> None:
-    done = run(model, "-i", "-n", 4, "-c", 64, stdin=f"{'word ' * 40}\n/reset\nhi\n/exit\n")
+    done = run(model, "-i", "-n", 4, "-c", 64, stdin=f"{'word ' * 200}\n/reset\nhi\n/exit\n")
     assert done.returncode == 0
     assert "/reset" in done.stderr
     assert len(done.stdout.splitlines()) == 2  # an empty answer and an answer

@@ -193,7 +193,28 @@ def test_with_statement_closes_as_the_parent_would(path: Path) -> None:
     assert hasattr(Llama, "__enter__") == hasattr(llama_cpp.Llama, "__enter__")
     with contextlib.closing(open_model(Llama, path)) as llm:
         llm.eval([1, 300])
-    assert llm._model is None or llm.spice.stats()["resident_experts"] == 0
+    assert llm.spice.stats()["resident_experts"] == 0
+
+
+def test_what_would_end_the_parents_process(path: Path) -> None:
+    with contextlib.closing(open_model(Llama, path)) as llm:
+        for token in (-1, 10**9, 2**40):
+            with pytest.raises(ValueError, match=f"token {token} is not in the vocabulary"):
+                llm.detokenize([1, token])
+        assert llm.detokenize(llm.tokenize(b"The time")).strip() == b"The time"
+    for use in (
+        lambda: llm("a"),
+        lambda: llm.eval([1]),
+        lambda: llm.tokenize(b"a"),
+        lambda: llm.detokenize([1]),
+        lambda: llm.embed("a"),
+        lambda: llm.save_state(),
+        lambda: llm.n_ctx(),
+        lambda: next(llm.generate([1, 2])),
+        lambda: llm.create_chat_completion(MESSAGES),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            use()
 
 
 def test_from_pretrained(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
