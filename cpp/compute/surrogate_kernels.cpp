@@ -18,6 +18,13 @@ namespace {
 
 constexpr int64_t k_rows = 4;
 
+/// Every 64 columns: the lines of the next four rows, which are too short for the CPU to see a stream in
+/// time.
+inline void fetch_next(const int8_t *rows, int64_t stride, int64_t column) {
+    if (column % 64 != 0) return;
+    for (int64_t r = k_rows; r < 2 * k_rows; ++r) __builtin_prefetch(rows + r * stride + column);
+}
+
 // Any CPU: loops that compilers can vectorise.
 
 void dot_any(const int8_t *rows, int64_t n_rows, int64_t n, const float *h, float *z) {
@@ -70,6 +77,7 @@ SPICE_AVX2 void dot_avx2(const int8_t *rows, int64_t n_rows, int64_t n, const fl
         const int8_t *p = rows + r * n;
         __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
         for (int64_t i = 0; i < whole; i += 8) {
+            fetch_next(p, n, i);
             const __m256 x = _mm256_loadu_ps(h + i);
             s0 = _mm256_fmadd_ps(load8(p + i), x, s0);
             s1 = _mm256_fmadd_ps(load8(p + n + i), x, s1);
@@ -98,6 +106,7 @@ SPICE_AVX2 void add_avx2(const int8_t *rows, int64_t n_rows, int64_t stride, int
         const __m256 z0 = _mm256_set1_ps(z[r]), z1 = _mm256_set1_ps(z[r + 1]);
         const __m256 z2 = _mm256_set1_ps(z[r + 2]), z3 = _mm256_set1_ps(z[r + 3]);
         for (int64_t i = 0; i < whole; i += 8) {
+            fetch_next(p, stride, i);
             __m256 sum = _mm256_fmadd_ps(load8(p + i), z0, _mm256_loadu_ps(y + i));
             __m256 other = _mm256_mul_ps(load8(p + stride + i), z1);
             sum = _mm256_fmadd_ps(load8(p + 2 * stride + i), z2, sum);
@@ -134,6 +143,7 @@ SPICE_AVX512 void dot_avx512(const int8_t *rows, int64_t n_rows, int64_t n, cons
         const int8_t *p = rows + r * n;
         __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
         for (int64_t i = 0; i < whole; i += 16) {
+            fetch_next(p, n, i);
             const __m512 x = _mm512_loadu_ps(h + i);
             s0 = _mm512_fmadd_ps(load16(p + i), x, s0);
             s1 = _mm512_fmadd_ps(load16(p + n + i), x, s1);
@@ -157,6 +167,7 @@ SPICE_AVX512 void add_avx512(const int8_t *rows, int64_t n_rows, int64_t stride,
         const __m512 z0 = _mm512_set1_ps(z[r]), z1 = _mm512_set1_ps(z[r + 1]);
         const __m512 z2 = _mm512_set1_ps(z[r + 2]), z3 = _mm512_set1_ps(z[r + 3]);
         for (int64_t i = 0; i < whole; i += 16) {
+            fetch_next(p, stride, i);
             __m512 sum = _mm512_fmadd_ps(load16(p + i), z0, _mm512_loadu_ps(y + i));
             __m512 other = _mm512_mul_ps(load16(p + stride + i), z1);
             sum = _mm512_fmadd_ps(load16(p + 2 * stride + i), z2, sum);

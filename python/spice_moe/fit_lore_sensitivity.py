@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .llama import Llama
 
-SHARES = (0.0625, 0.25, 0.5, 1.0)  # replaced, at the points of the curve
+SHARES = (0.015625, 0.0625, 0.25, 0.5, 1.0)  # replaced, at the points of the curve
 
 
 def sensitivities(
