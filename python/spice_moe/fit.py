@@ -46,7 +46,7 @@ class FitOptions:
     all. memory: bytes for the sums (each layer's grow with the square of its width, not with the text); a
     quarter as much again for inputs that the choice is made on. expert_used: experts per token, 0 for the
     model's own. n_threads: 0 for all cores. ram_budget: for experts, as in `Llama`. heads: fit heads. lore:
-    the rank of the experts' stand-ins, 8 to 64; 0 for none."""
+    the size of the experts' stand-ins, as a rank in F16, 8 to 64; 0 for none."""
 
     horizons: int = 6
     chunk: int = 256

@@ -148,7 +148,7 @@ def test_the_command_fits_both(tmp_path: Path, capsys: pytest.CaptureFixture[str
     command = [str(shipped_model()), "--text", str(text), "-o", str(out), "--chunk", "64", "--horizons", "1"]
     assert fit_cli.main([*command, "--tokens", "1500", "--lore", "8"]) == 0
     printed = capsys.readouterr().out
-    assert "recall of the top 4" in printed and "stand-ins of rank 8" in printed
+    assert "recall of the top 4" in printed and "as large as rank 8" in printed
     kinds = {t.name.split(".")[0] for t in GGUFReader(out).tensors}
     assert kinds == {"lore", "lore-kl", "draft", "adapter"}
     assert not list(tmp_path.glob(".spice-fit-*"))
