@@ -34,16 +34,19 @@ def write_random(model: Path, path: Path, rank: int) -> None:
     writer.add_uint32("spice.version", 1)
     writer.add_string("spice.fingerprint", _core.heads.fingerprint(model))
     writer.add_string("spice.model", model.name)
-    halves: dict[tuple[int, ...], Any] = {}
+    integers: dict[tuple[int, ...], Any] = {}
+    rows = 2 * rank  # of 8 bits, as spice-fit makes them
     for tensor in GGUFReader(model).tensors:
         if not tensor.name.endswith(".ffn_down_exps.weight"):
             continue
         layer = tensor.name.split(".")[1]
         _, width, n = (int(d) for d in tensor.shape)
-        for name, shape in (("a", (n, rank, width)), ("b", (n, rank, width)), ("bias", (n, width))):
-            if shape not in halves:
-                halves[shape] = (1e-3 * rng.standard_normal(shape, dtype=np.float32)).astype(np.float16)
-            writer.add_tensor(f"lore.{layer}.{name}", halves[shape])
+        if (n, width) not in integers:
+            integers[n, width] = rng.integers(-127, 128, (n, rows, width), dtype=np.int8)
+        for name in ("a", "b"):
+            writer.add_tensor(f"lore.{layer}.{name}", integers[n, width])
+        writer.add_tensor(f"lore.{layer}.scale", np.full((n, rows), 1e-8, np.float32))
+        writer.add_tensor(f"lore.{layer}.bias", np.full((n, width), 1e-3, np.float16))
         for name, value, size in (
             ("error", 0.5, n),
             ("norm", 1.0, n),

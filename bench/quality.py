@@ -175,7 +175,7 @@ def settings_of(label: str, first: bool, options: argparse.Namespace) -> list[Se
     out = []
     for share in options.shares:
         if first:
-            out += [Setting("drop", "drop", share), Setting("base", "base", share)]
+            out += [Setting(kind, kind, share) for kind in options.kinds]
         out.append(Setting(label, "lore", share))
         if options.max_share < 1:
             out.append(Setting(f"{label} up to {options.max_share:g}", "lore", share, options.max_share))
@@ -268,6 +268,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--text", type=Path, action="append", default=[], help="a UTF-8 text that was not fitted")
     add("--sets", action=argparse.BooleanOptionalAction, default=True, help="the evaluation sets of packages")
     add("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], help="of misses replaced")
+    add("--kinds", nargs="*", default=["drop", "base"], choices=["drop", "base"], help="beside stand-ins")
     add("--max-share", type=float, default=1.0, help="thresholds: of the gate weights; 1: without")
     add("--tokens", type=int, default=1024, help="of each text (default 1024)")
     add("--items", type=int, default=25, help="of each set of questions (default 25)")

@@ -1,5 +1,7 @@
 #include "compute/surrogate.h"
 
+#include "ggml-cpu.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -8,7 +10,7 @@ namespace spice::compute {
 
 namespace {
 
-constexpr int64_t k_down_rows = 8; // rows of A that a thread takes at a time: 32 KiB at a width of 2048
+constexpr int64_t k_down_rows = 8; // rows of A that a thread takes at a time: 16 KiB at a width of 2048
 constexpr int64_t k_least_columns = 256;
 
 float activate(SurrogateActivation activation, float x) {
@@ -34,7 +36,10 @@ void finish_down(const SurrogateJob &job, int64_t expert, int64_t first, int64_t
     if (gated > 0) {
         job.kernels->dot(m.gate + (expert * m.n_gated + first) * m.n_in, gated, m.n_in, h, gates);
     }
-    for (int64_t r = 0; r < gated; ++r) z[r] *= activate(m.activation, gates[r]);
+    for (int64_t r = 0; r < gated; ++r) {
+        z[r] *= activate(m.activation, m.gate_scale[expert * m.n_gated + first + r] * gates[r]);
+    }
+    for (int64_t r = 0; r < n; ++r) z[r] *= m.scale[expert * m.rank + first + r];
     if (m.offset == nullptr) return;
     for (int64_t r = 0; r < n; ++r) z[r] += m.offset[expert * m.rank + first + r];
 }
@@ -83,11 +88,10 @@ void run_up(SurrogateJob &job, int n_threads) {
         for (size_t i = 0; i < pairs.size(); ++i) {
             const auto expert = static_cast<int64_t>(pairs[i].expert);
             float *y = pairs[i].y + begin;
-            std::fill_n(y, n, 0.0F);
-            if (job.kind == SurrogateKind::drop) continue;
-            if (m.bias != nullptr) {
-                constexpr float one = 1.0F;
-                job.kernels->add(m.bias + expert * m.n_out + begin, 1, m.n_out, n, &one, y);
+            if (job.kind == SurrogateKind::drop || m.bias == nullptr) {
+                std::fill_n(y, n, 0.0F);
+            } else {
+                ggml_cpu_fp16_to_fp32(m.bias + expert * m.n_out + begin, y, n);
             }
             if (job.kind == SurrogateKind::full && m.rank > 0) {
                 job.kernels->add(m.b + expert * m.rank * m.n_out + begin, m.rank, m.n_out, n,

@@ -1,11 +1,12 @@
 // Low-rank stand-ins for experts (LoRE, papers.md section 1): for a row h of a layer,
 //
-//     y = bias + sum_r z_r b_r,     z_r = act((G h)_r) (A h)_r + offset_r
+//     y = bias + sum_r z_r b_r,     z_r = scale_r act(gate_scale_r (G h)_r) (A h)_r + offset_r
 //
-// where only the first rows have an activation: neurons that are kept from the expert. It is computed
-// with F16 matrices and F32 rows. All (row, expert) pairs of a layer call take two steps that the threads of
-// one ggml graph run together: run_down for the inner products z, and run_up for the sums. The steps are
-// apart because a graph's memory is reused: h may be gone when y is to be written.
+// where only the first rows have an activation: neurons that are kept from the expert. A, B and G are of
+// integers of 8 bits, the scales of a row of A and its row of B are one number. All (row, expert) pairs of a
+// layer call take two steps that the threads of one ggml graph run together: run_down for the inner products
+// z, and run_up for the sums. The steps are apart because a graph's memory is reused: h may be gone when y is
+// to be written.
 //
 // The cost is reading the matrices once; the variant for AVX-512, AVX2 or any CPU is chosen at run time.
 // Results do not depend on the number of threads; between variants they differ in the last bits.
@@ -30,19 +31,21 @@ struct SurrogateMatrices {
     int64_t rank = 0;
     int64_t n_gated = 0; ///< rows of A with an activation, the first
     SurrogateActivation activation = SurrogateActivation::silu;
-    const uint16_t *a = nullptr;    ///< [n_expert][rank][n_in]
-    const uint16_t *b = nullptr;    ///< [n_expert][rank][n_out]
-    const uint16_t *gate = nullptr; ///< [n_expert][n_gated][n_in]
-    const float *offset = nullptr;  ///< [n_expert][rank]
-    const uint16_t *bias = nullptr; ///< [n_expert][n_out]
+    const int8_t *a = nullptr;         ///< [n_expert][rank][n_in]
+    const int8_t *b = nullptr;         ///< [n_expert][rank][n_out]
+    const int8_t *gate = nullptr;      ///< [n_expert][n_gated][n_in]
+    const float *scale = nullptr;      ///< [n_expert][rank], with a and b
+    const float *gate_scale = nullptr; ///< [n_expert][n_gated], with gate
+    const float *offset = nullptr;     ///< [n_expert][rank]
+    const uint16_t *bias = nullptr;    ///< [n_expert][n_out] halves
 };
 
 /// The kernels of one instruction set.
 struct SurrogateKernels {
-    /// z[r] = row r . h for n_rows rows of n halves.
-    void (*dot)(const uint16_t *rows, int64_t n_rows, int64_t n, const float *h, float *z);
-    /// y[0 .. n) += sum_r z[r] * row r, rows `stride` halves apart.
-    void (*add)(const uint16_t *rows, int64_t n_rows, int64_t stride, int64_t n, const float *z, float *y);
+    /// z[r] = row r . h for n_rows rows of n integers.
+    void (*dot)(const int8_t *rows, int64_t n_rows, int64_t n, const float *h, float *z);
+    /// y[0 .. n) += sum_r z[r] * row r, rows `stride` integers apart.
+    void (*add)(const int8_t *rows, int64_t n_rows, int64_t stride, int64_t n, const float *z, float *y);
     const char *name;
 };
 

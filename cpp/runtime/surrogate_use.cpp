@@ -21,7 +21,9 @@ Status SurrogateUse::follow(const policy::SubstitutionRules &rules, int32_t top_
     }
     const std::lock_guard lock(mutex_);
     forced_.reset();
-    rules_.emplace(rules, set_->n_layers(), top_k);
+    policy::SubstitutionRules summed = rules; // what it spends is what each expert costs alone
+    summed.budget = set_->curve().sum(rules.budget);
+    rules_.emplace(summed, set_->n_layers(), top_k);
     kind_ = compute::SurrogateKind::full;
     only_missed_ = true;
     max_rows_ = rules.max_rows;
@@ -90,7 +92,7 @@ bool SurrogateUse::choose(const RoutedRows &rows, std::span<uint8_t> taken) {
                             taken.subspan(first, rows.top_k));
         }
     }
-    count(stand_ins, rows.top_k, taken);
+    count(rows.group, rows.top_k, taken);
     return std::ranges::find(taken, uint8_t{1}) != taken.end();
 }
 
@@ -99,7 +101,9 @@ double SurrogateUse::cost(const SurrogateLayer *layer, const policy::RoutedPair 
     return layer == nullptr ? 0.0 : layer->error_power(pair.expert, pair.gate, kind_) * layer->sensitivity;
 }
 
-void SurrogateUse::count(const SurrogateLayer *layer, size_t top_k, std::span<const uint8_t> taken) {
+void SurrogateUse::count(int32_t group, size_t top_k, std::span<const uint8_t> taken) {
+    const SurrogateLayer *layer = this->layer(group);
+    double nats = 0.0;
     counters_.rows += pairs_.size() / top_k;
     counters_.pairs += pairs_.size();
     for (size_t first = 0; first < pairs_.size(); first += top_k) {
@@ -110,9 +114,12 @@ void SurrogateUse::count(const SurrogateLayer *layer, size_t top_k, std::span<co
             counters_.taken += 1;
             if (sum > 0.0F) counters_.mass += std::fabs(row[i].gate) / sum;
             if (layer != nullptr) counters_.error += layer->error_power(row[i].expert, row[i].gate, kind_);
-            counters_.nats += cost(layer, row[i]);
+            nats += cost(layer, row[i]);
         }
     }
+    if (layer == nullptr) return;
+    const auto n_rows = static_cast<double>(pairs_.size() / top_k);
+    counters_.nats += account_.add(set_->curve(), group, n_rows, nats);
 }
 
 SurrogateCounters SurrogateUse::counters() const {

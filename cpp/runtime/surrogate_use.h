@@ -6,6 +6,7 @@
 // blocks on disk. Errors: Status of the setters.
 #pragma once
 
+#include "policy/kl_curve.h"
 #include "policy/substitution.h"
 #include "runtime/surrogates.h"
 
@@ -27,7 +28,7 @@ struct SurrogateCounters {
     uint64_t unfit = 0; ///< layer calls whose graph does not show what a stand-in needs
     double mass = 0.0;  ///< sum of the taken pairs' shares of their row's gate weights
     double error = 0.0; ///< expected squared error of the rows' outputs, relative, summed
-    double nats = 0.0;  ///< expected KL divergence, summed
+    double nats = 0.0;  ///< expected KL divergence of the tokens, summed
 };
 
 /// A layer call before anything of it is read.
@@ -49,8 +50,8 @@ class SurrogateUse {
     [[nodiscard]] Status set_surrogates(std::shared_ptr<const SurrogateSet> set);
     [[nodiscard]] const SurrogateSet *surrogates() const { return set_.get(); }
 
-    /// Replaces experts that are missed, by those rules. Errors: unsupported, without stand-ins, or with a
-    /// budget where no layer has been calibrated.
+    /// Replaces experts that are missed, by those rules; their budget is of KL as it is measured. Errors:
+    /// unsupported, without stand-ins, or with a budget where no layer has been calibrated.
     [[nodiscard]] Status follow(const policy::SubstitutionRules &rules, int32_t top_k);
     /// Replaces a share (0 .. 1) of the pairs by lot, wherever the experts are. Errors: unsupported, for a
     /// kind other than drop without stand-ins.
@@ -74,7 +75,7 @@ class SurrogateUse {
 
   private:
     [[nodiscard]] double cost(const SurrogateLayer *layer, const policy::RoutedPair &pair) const;
-    void count(const SurrogateLayer *layer, size_t top_k, std::span<const uint8_t> taken);
+    void count(int32_t group, size_t top_k, std::span<const uint8_t> taken);
 
     std::shared_ptr<const SurrogateSet> set_;
     std::atomic<bool> on_{false};
@@ -87,6 +88,7 @@ class SurrogateUse {
     std::optional<policy::Substitution> rules_;
     std::vector<uint64_t> n_rows_; ///< by group, since force()
     std::vector<policy::RoutedPair> pairs_;
+    policy::KlAccount account_;
     SurrogateCounters counters_;
 };
 

@@ -26,18 +26,24 @@ Status not_finite(const Sidecar &sidecar, const GgufTensor &tensor) {
                                  "; the file is damaged, fit it again"};
 }
 
-/// Reads the halves into memory at `next`, which moves on.
-Result<const uint16_t *> read_halves(const Sidecar &sidecar, const GgufTensor *tensor, std::byte *&next) {
-    if (tensor == nullptr) return static_cast<const uint16_t *>(nullptr);
+/// Reads the part into memory at `next`, which moves on; nullptr where there is none.
+Result<const std::byte *> read_part(const Sidecar &sidecar, const GgufTensor *tensor, std::byte *&next) {
+    if (tensor == nullptr) return static_cast<const std::byte *>(nullptr);
     const std::span<std::byte> to(next, tensor->bytes);
     next += room(tensor);
     if (Status status = read_bytes(sidecar.file(), *tensor, to); !status.ok()) return status;
-    const std::span halves(reinterpret_cast<const uint16_t *>(to.data()), tensor->bytes / sizeof(uint16_t));
+    return to.data();
+}
+
+/// Errors: malformed, where some half is infinite or no number.
+Status check_halves(const Sidecar &sidecar, const GgufTensor *tensor, const uint16_t *values) {
+    if (tensor == nullptr) return {};
     constexpr uint16_t exponent = 0x7c00; // all ones: infinite, or no number
     uint32_t bad = 0;                     // no early end, so that compilers use vectors
-    for (const uint16_t half : halves) bad |= (half & exponent) == exponent ? 1 : 0;
-    if (bad != 0) return not_finite(sidecar, *tensor);
-    return halves.data();
+    for (const uint16_t half : std::span(values, tensor->bytes / sizeof(uint16_t))) {
+        bad |= (half & exponent) == exponent ? 1 : 0;
+    }
+    return bad != 0 ? not_finite(sidecar, *tensor) : Status();
 }
 
 Result<std::vector<float>> read_numbers(const Sidecar &sidecar, const GgufTensor *tensor,
@@ -74,27 +80,53 @@ Status read_layer(const Sidecar &sidecar, const LoreTensors &tensors, std::byte 
         if (!activation.ok()) return activation.status();
         m.activation = activation.value();
     }
-    for (const auto &[tensor, to] : {std::pair(tensors.a, &m.a), std::pair(tensors.b, &m.b),
-                                     std::pair(tensors.bias, &m.bias), std::pair(tensors.gate, &m.gate)}) {
-        Result<const uint16_t *> halves = read_halves(sidecar, tensor, next);
-        if (!halves.ok()) return halves.status();
-        *to = halves.value();
+    for (const auto &[tensor, to] :
+         {std::pair(tensors.a, &m.a), std::pair(tensors.b, &m.b), std::pair(tensors.gate, &m.gate)}) {
+        Result<const std::byte *> part = read_part(sidecar, tensor, next);
+        if (!part.ok()) return part.status();
+        *to = reinterpret_cast<const int8_t *>(part.value());
     }
+    Result<const std::byte *> bias = read_part(sidecar, tensors.bias, next);
+    if (!bias.ok()) return bias.status();
+    m.bias = reinterpret_cast<const uint16_t *>(bias.value());
+    if (Status status = check_halves(sidecar, tensors.bias, m.bias); !status.ok()) return status;
     std::vector<float> output;
     std::vector<float> sensitivity;
     for (const auto &[tensor, to] :
-         {std::pair(tensors.offset, &out.offset), std::pair(tensors.error, &out.error),
+         {std::pair(tensors.scale, &out.scale), std::pair(tensors.gate_scale, &out.gate_scale),
+          std::pair(tensors.offset, &out.offset), std::pair(tensors.error, &out.error),
           std::pair(tensors.norm, &out.norm), std::pair(tensors.output, &output),
           std::pair(tensors.sensitivity, &sensitivity)}) {
         Result<std::vector<float>> values = read_numbers(sidecar, tensor, to == &out.offset);
         if (!values.ok()) return values.status();
         *to = values.take();
     }
+    m.scale = out.scale.data();
+    m.gate_scale = out.gate_scale.data();
     m.offset = out.offset.empty() ? nullptr : out.offset.data();
     if (out.error.empty()) out.error.assign(static_cast<size_t>(out.shape.n_expert), 1.0F);
     out.output = output.empty() ? 0.0F : output.front();
     out.sensitivity = sensitivity.empty() ? 0.0F : sensitivity.front();
     return {};
+}
+
+Result<policy::KlCurve> read_curve(const Sidecar &sidecar) {
+    Result<const GgufTensor *> found = lore_curve(sidecar);
+    if (!found.ok()) return found.status();
+    if (found.value() == nullptr) return policy::KlCurve();
+    Result<std::vector<float>> values = read_floats(sidecar.file(), *found.value());
+    if (!values.ok()) return values.status();
+    std::vector<policy::KlCurve::Point> points;
+    for (size_t i = 0; i + 1 < values.value().size(); i += 2) {
+        points.push_back({.sum = values.value()[i], .kl = values.value()[i + 1]});
+    }
+    if (!policy::KlCurve::valid(points)) {
+        return Status(Code::malformed,
+                      sidecar.file().files().front().path.string() + ": tensor " +
+                          shown(found.value()->name) +
+                          " does not grow from point to point; the file is damaged, fit it again");
+    }
+    return policy::KlCurve(std::move(points));
 }
 
 } // namespace
@@ -125,6 +157,9 @@ Result<std::shared_ptr<const SurrogateSet>> SurrogateSet::load(const std::filesy
 
         auto set = std::make_shared<SurrogateSet>();
         set->path_ = path.string();
+        Result<policy::KlCurve> curve = read_curve(sidecar);
+        if (!curve.ok()) return curve.status();
+        set->curve_ = curve.take();
         uint64_t bytes = 0;
         for (const LoreTensors &t : found.value()) {
             for (const GgufTensor *part : {t.a, t.b, t.gate, t.bias}) bytes += room(part);

@@ -2,10 +2,12 @@
 // measured of them.
 //
 // Thread: load() from one thread, blocks on disk; const afterwards. Errors: those of Sidecar::open and
-// lore_tensors; io, truncated, out_of_memory; malformed for numbers that are not finite.
+// lore_tensors; io, truncated, out_of_memory; malformed for numbers that are not finite and for a curve that
+// falls.
 #pragma once
 
 #include "compute/surrogate.h"
+#include "policy/kl_curve.h"
 #include "store/expert_index.h"
 #include "store/gguf_model.h"
 #include "store/mapping.h"
@@ -23,6 +25,8 @@ namespace spice {
 struct SurrogateLayer {
     LoreShape shape;                     ///< n_expert 0: the group has none
     compute::SurrogateMatrices matrices; ///< into the set's memory
+    std::vector<float> scale;
+    std::vector<float> gate_scale;
     std::vector<float> offset;
     std::vector<float> error; ///< relative squared error of each expert's stand-in; 1 where not measured
     std::vector<float> norm;  ///< mean square norm of each expert's output; empty: not measured
@@ -52,9 +56,12 @@ class SurrogateSet {
     [[nodiscard]] bool calibrated() const;  ///< some layer is
     [[nodiscard]] uint64_t bytes() const { return memory_.bytes(); }
     [[nodiscard]] const std::string &path() const { return path_; }
+    /// What they cost together; the sum of what each costs where the file does not say.
+    [[nodiscard]] const policy::KlCurve &curve() const { return curve_; }
 
   private:
     std::string path_;
+    policy::KlCurve curve_;
     Mapping memory_;
     std::vector<SurrogateLayer> layers_; ///< by group
 };

@@ -16,6 +16,8 @@ namespace {
 
 constexpr std::string_view k_prefix = "lore.";
 constexpr int64_t k_max_rank = 1024;
+constexpr std::string_view k_curve = "lore-kl.curve"; // of a kind of its own, as it is of no layer
+constexpr int64_t k_max_points = 64;
 
 struct PartRule {
     std::string_view name;
@@ -24,9 +26,11 @@ struct PartRule {
 };
 
 constexpr PartRule k_parts[] = {
-    {"a", &LoreTensors::a, GGML_TYPE_F16},
-    {"b", &LoreTensors::b, GGML_TYPE_F16},
-    {"gate", &LoreTensors::gate, GGML_TYPE_F16},
+    {"a", &LoreTensors::a, GGML_TYPE_I8},
+    {"b", &LoreTensors::b, GGML_TYPE_I8},
+    {"gate", &LoreTensors::gate, GGML_TYPE_I8},
+    {"scale", &LoreTensors::scale, GGML_TYPE_F32},
+    {"gate_scale", &LoreTensors::gate_scale, GGML_TYPE_F32},
     {"offset", &LoreTensors::offset, GGML_TYPE_F32},
     {"bias", &LoreTensors::bias, GGML_TYPE_F16},
     {"error", &LoreTensors::error, GGML_TYPE_F32},
@@ -49,7 +53,13 @@ std::string shape_text(std::span<const int64_t> shape) {
 std::string misfit(const LoreTensors &lore) {
     const LoreShape &m = lore.shape;
     const std::string layer = "layer " + std::to_string(m.layer);
-    if ((lore.a == nullptr) != (lore.b == nullptr)) return layer + " has one of the parts a and b alone";
+    const bool low_rank = lore.a != nullptr;
+    if ((lore.b != nullptr) != low_rank || (lore.scale != nullptr) != low_rank) {
+        return layer + " has some of the parts a, b and scale alone";
+    }
+    if ((lore.gate == nullptr) != (lore.gate_scale == nullptr)) {
+        return layer + " has one of the parts gate and gate_scale alone";
+    }
     std::string found;
     const auto check = [&](const GgufTensor *tensor, std::array<int64_t, 3> wanted) {
         if (tensor == nullptr || !found.empty()) return;
@@ -62,6 +72,8 @@ std::string misfit(const LoreTensors &lore) {
     check(lore.a, {m.n_in, rank, m.n_expert});
     check(lore.b, {m.n_out, rank, m.n_expert});
     check(lore.gate, {m.n_in, lore.gated(), m.n_expert});
+    check(lore.scale, {rank, m.n_expert, 1});
+    check(lore.gate_scale, {lore.gated(), m.n_expert, 1});
     check(lore.offset, {rank, m.n_expert, 1});
     check(lore.bias, {m.n_out, m.n_expert, 1});
     check(lore.error, {m.n_expert, 1, 1});
@@ -98,6 +110,12 @@ Result<std::vector<LoreTensors>> lore_tensors(const Sidecar &sidecar, std::span<
             return wrong(sidecar, "tensor " + shown(tensor.name) +
                                       " is no part of a stand-in; update SPICE, or fit the sidecar again");
         }
+        if (part->type == GGML_TYPE_I8 && tensor.ggml_type == GGML_TYPE_F16) {
+            return Status(Code::unsupported,
+                          sidecar.file().files().front().path.string() +
+                              ": its stand-ins are in F16, as versions of SPICE before this "
+                              "one made them; fit them again with spice-fit --lore");
+        }
         if (tensor.ggml_type != part->type) {
             return wrong(sidecar, "tensor " + shown(tensor.name) + " has the type " +
                                       ggml_type_name(static_cast<ggml_type>(tensor.ggml_type)) + ", not " +
@@ -118,6 +136,20 @@ Result<std::vector<LoreTensors>> lore_tensors(const Sidecar &sidecar, std::span<
                                              "spice-fit --lore RANK, or load the model without lore");
     }
     return out;
+}
+
+Result<const GgufTensor *> lore_curve(const Sidecar &sidecar) {
+    for (const GgufTensor &tensor : sidecar.file().tensors()) {
+        if (tensor.name != k_curve) continue;
+        const std::array<int64_t, 4> &s = tensor.shape;
+        if (tensor.ggml_type != GGML_TYPE_F32 || s[0] != 2 || s[1] > k_max_points || s[2] * s[3] != 1) {
+            return wrong(sidecar,
+                         "tensor " + shown(tensor.name) + " is not [2, points] in F32, with at most " +
+                             std::to_string(k_max_points) + " points; the file is damaged, fit it again");
+        }
+        return &tensor;
+    }
+    return static_cast<const GgufTensor *>(nullptr);
 }
 
 } // namespace spice

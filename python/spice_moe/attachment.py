@@ -162,7 +162,11 @@ class Attachment:
         if not self.options.enabled:
             return "plain", "asked for by enabled=False"
         if self._summary["dense"]:
-            return "plain", "the model is dense: it has no experts"
+            reason = "the model is dense: it has no experts"
+            if self.options.lore:  # a wish for something lossy and fast is not dropped in silence
+                reason += ", so lore does nothing"
+                warnings.warn(reason, stacklevel=2)
+            return "plain", reason
         if vocab_only:
             return "plain", "vocab_only loads no weights"
         return "spice", "the model has experts"

@@ -46,7 +46,7 @@ class FitOptions:
     all. memory: bytes for the sums (each layer's grow with the square of its width, not with the text); a
     quarter as much again for inputs that the choice is made on. expert_used: experts per token, 0 for the
     model's own. n_threads: 0 for all cores. ram_budget: for experts, as in `Llama`. heads: fit heads. lore:
-    the rank of the experts' stand-ins, 8 to 64; 0 for none."""
+    the size of the experts' stand-ins, as a rank in F16, 8 to 64; 0 for none."""
 
     horizons: int = 6
     chunk: int = 256
@@ -142,10 +142,16 @@ def fit(
         }
         named = {"fingerprint": print_, "model": Path(model).name, "heads": fitted}
         try:
-            # Twice: what is reported is measured through the file itself, and then noted in it.
-            sidecar.write(draft, **named, facts=facts, lore=stand_ins)
+            # More than once: what is reported is measured through the file itself, and then noted in it.
+            def write_draft(layers: Sequence[sidecar.Lore]) -> Path:
+                sidecar.write(draft, **named, facts=facts, lore=layers)
+                return draft
+
+            write_draft(stand_ins)
+            curve: list[tuple[float, float]] = []
             if lore:
-                stand_ins = lore.calibrate(stand_ins, draft, [*split.choose, *split.report], step)
+                pieces = [*split.choose, *split.report]
+                stand_ins, curve = lore.calibrate(stand_ins, pieces, write_draft, step)
             recall = _measure(
                 model, draft, llm, split.report if groups else [], routers, pairs, chooser, options, step
             )
@@ -155,7 +161,7 @@ def fit(
                 values = [v for v in table[kind] if v is not None]
                 if values:
                     facts[f"recall.{kind}"] = [float(v) for v in values]
-            sidecar.write(output, **named, facts=facts, lore=stand_ins)
+            sidecar.write(output, **named, facts=facts, lore=stand_ins, lore_curve=curve)
         finally:
             draft.unlink(missing_ok=True)
     step.close()

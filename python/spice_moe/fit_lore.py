@@ -24,6 +24,7 @@ from .errors import SpiceUnsupportedError
 from .fit_lore_experts import Expert, ExpertFile, Formula
 from .fit_lore_solve import Floats, Problem, StandIn
 from .llama import Llama
+from .sidecar import Bytes
 
 RIDGES = (3e-3, 3e-2, 3e-1)
 OTHERS = 0.02  # weight of all rows in which the expert cannot be substituted, relative to those where it can
@@ -111,15 +112,18 @@ class _Data:
 
 
 class LayerFit:
-    """Fits the stand-ins of one layer's experts. rank: the budget; a kept neuron costs 1.5 of it."""
+    """Fits the stand-ins of one layer's experts. rank: the budget, as of rows of F16; in 8 bits there are
+    twice as many, and a kept neuron costs 1.5."""
 
     def __init__(self, file: ExpertFile, layer: int, rows: Rows, formula: Formula, rank: int) -> None:
         self._file, self._layer, self._rows, self._formula = file, layer, rows, formula
         self.n_experts = file.n_experts(layer)
         self._random = np.random.default_rng(layer)
+        rank *= 2  # rows take 8 bits, `rank` is of 16
+        most = min(2 * rank // 3, file.expert(layer, 0).up.shape[0])
         shares = (0, rank // 4, rank // 2, 2 * rank // 3) if formula.plain else (0,)
         # A gated neuron needs three rows where one of the rank needs two.
-        self._sizes = sorted({(n, rank - (3 * n + 1) // 2) for n in shares})
+        self._sizes = sorted({(n, rank - (3 * n + 1) // 2) for n in (min(n, most) for n in shares)})
         self._used = np.bincount(rows.ids.ravel(), minlength=self.n_experts)
 
     def choose(self) -> tuple[int, int, float]:
@@ -146,9 +150,10 @@ class LayerFit:
         width, count = self._rows.hidden.shape[1], neurons + rank
         n, first = self.n_experts, self._rows.fit + self._rows.choice
         width_out = self._file.expert(self._layer, 0).down.shape[0]
-        a, b = np.zeros((n, count, width), np.float16), np.zeros((n, count, width_out), np.float16)
-        gate = np.zeros((n, neurons, width), np.float16)
-        offset, bias = np.zeros((n, count), np.float32), np.zeros((n, width_out), np.float16)
+        a, b = np.zeros((n, count, width), np.int8), np.zeros((n, count, width_out), np.int8)
+        gate, gate_scale = np.zeros((n, neurons, width), np.int8), np.zeros((n, neurons), np.float32)
+        scale, offset = np.zeros((n, count), np.float32), np.zeros((n, count), np.float32)
+        bias = np.zeros((n, width_out), np.float16)
         wrong, base, power, norm = (np.zeros(n) for _ in range(4))
         # Of the whole block on the rows of the report: its output, and what substitution adds to it.
         block = {
@@ -165,9 +170,12 @@ class LayerFit:
             if self._wrong(fitted, data, keep, choice) > self._wrong(mean, data, keep[:0], choice):
                 fallback += 1  # so little was seen of it that its mean output is the better guess
             else:
-                a[number], b[number], gate[number], offset[number] = _as_halves(fitted, data.expert, keep)
+                parts = _as_bytes(fitted, data.expert, keep)
+                for place, values in zip((a, b, gate, scale, gate_scale, offset), parts, strict=True):
+                    place[number] = values
             bias[number] = np.clip(mean.bias, -_F16_MAX, _F16_MAX)
-            y = self._as_stored(a[number], b[number], gate[number], offset[number], bias[number], data)
+            stored = (v[number] for v in (a, b, gate, scale, gate_scale, offset))
+            y = bias[number].astype(np.float32) + _evaluate(self._formula, data.h, *stored)
             held = held * (data.token >= first)
             lost = np.square(data.outputs - y).sum(axis=1)
             wrong[number], power[number] = float(held @ lost), _power(data, held)
@@ -186,7 +194,8 @@ class LayerFit:
         squares = {k: float(np.square(v, dtype=np.float64).sum(axis=1).mean()) for k, v in block.items()}
         output = max(squares["output"], 1e-30)
         lore = sidecar.Lore(
-            self._layer, a, b, gate if neurons else None, offset, bias,
+            self._layer, a, b, gate if neurons else None,
+            scale, gate_scale if neurons else None, offset, bias,
             error.astype(np.float32), norm.astype(np.float32), output,
         )  # fmt: skip
         return lore, {
@@ -247,13 +256,6 @@ class LayerFit:
         y = fitted(data.h[rows], data.activations[np.ix_(rows, keep)])
         return float(squares[rows] @ np.square(data.outputs[rows] - y).sum(axis=1))
 
-    def _as_stored(self, a: Any, b: Any, gate: Any, offset: Floats, bias: Any, data: _Data) -> Floats:
-        """What the runtime will compute."""
-        z = data.h @ a.astype(np.float32).T
-        if len(gate):
-            z[:, : len(gate)] = self._formula.of(data.h @ gate.astype(np.float32).T, z[:, : len(gate)])
-        return bias.astype(np.float32) + (z + offset) @ b.astype(np.float32)
-
     def _add_to_block(
         self, block: dict[str, Floats], data: _Data, y: Floats, mean: Floats, first: int
     ) -> None:
@@ -293,14 +295,29 @@ def _power(data: _Data, squares: Floats) -> float:
     return float(squares @ np.square(data.outputs).sum(axis=1))
 
 
-def _as_halves(fitted: StandIn, expert: Expert, keep: NDArray[np.int64]) -> tuple[Any, Any, Any, Floats]:
-    """a, b, gate and offset, kept neurons first; each row of a as long as its row of b, for F16's range."""
-    gate = expert.up[:0] if expert.gate is None else expert.gate[keep]
-    a = np.concatenate([expert.up[keep], fitted.a])
-    lengths = [np.linalg.norm(v, axis=1) for v in (a, fitted.b)]
-    scale = np.sqrt(np.maximum(lengths[1], 1e-20) / np.maximum(lengths[0], 1e-20))[:, None]
-    scale[lengths[1] == 0] = 1.0
-    a, b = a * scale, fitted.b / scale
-    if max(float(np.abs(v).max(initial=0)) for v in (a, b, gate)) > _F16_MAX:
-        raise SpiceUnsupportedError("a stand-in does not fit into F16; use another calibration text")
-    return a.astype(np.float16), b.astype(np.float16), gate.astype(np.float16), fitted.offset * scale[:, 0]
+def _as_bytes(
+    fitted: StandIn, expert: Expert, keep: NDArray[np.int64]
+) -> tuple[Bytes, Bytes, Bytes, Floats, Floats, Floats]:
+    """a, b, gate, scale, gate_scale and offset as in the file, kept neurons first."""
+    gate, gate_scale = _rounded(expert.up[:0] if expert.gate is None else expert.gate[keep])
+    a, a_scale = _rounded(np.concatenate([expert.up[keep], fitted.a]))
+    b, b_scale = _rounded(fitted.b)
+    return a, b, gate, a_scale * b_scale, gate_scale, fitted.offset * b_scale
+
+
+def _rounded(rows: Floats) -> tuple[Bytes, Floats]:
+    """Integers of 8 bits and a scale for each row."""
+    scale = np.abs(rows).max(axis=1, initial=0) / 127
+    return np.rint(rows / np.maximum(scale, 1e-30)[:, None]).astype(np.int8), scale.astype(np.float32)
+
+
+def _evaluate(
+    formula: Formula, h: Floats, a: Bytes, b: Bytes, gate: Bytes, scale: Floats, gate_scale: Floats,
+    offset: Floats,
+) -> Floats:  # fmt: skip
+    """What the runtime will compute, without the bias."""
+    z = h @ a.astype(np.float32).T
+    if len(gate):
+        gates = (h @ gate.astype(np.float32).T) * gate_scale
+        z[:, : len(gate)] = formula.of(gates, z[:, : len(gate)])
+    return (z * scale + offset) @ b.astype(np.float32)

@@ -17,7 +17,8 @@ from .llama import Llama
 
 Pieces = Sequence[Sequence[int]]
 
-_LEAST, _MOST = 128, 1024  # tokens that each layer's sensitivity is measured on
+_LEAST, _MOST = 256, 1024  # tokens that each layer's sensitivity is measured on
+_WINDOW = 64  # of these, at least in one sequence
 _TOGETHER = 2048  # tokens that all layers together are measured on
 
 
@@ -71,21 +72,30 @@ class LoreRun:
         return {**out, "lore.activation": self.activation} if self.activation else out
 
     def calibrate(
-        self, layers: Sequence[sidecar.Lore], draft: Path, pieces: Pieces, step: Callable[[], None]
-    ) -> list[sidecar.Lore]:
-        """The layers with their sensitivities; `draft`: a sidecar that holds them."""
+        self,
+        layers: Sequence[sidecar.Lore],
+        pieces: Pieces,
+        write: Callable[[Sequence[sidecar.Lore]], Path],
+        step: Callable[[], None],
+    ) -> tuple[list[sidecar.Lore], list[tuple[float, float]]]:
+        """The layers with their sensitivities, and the curve of KL; `write` makes a sidecar of layers."""
         numbers = [layer.layer for layer in layers]
-        each = min(_MOST, max(_LEAST, sum(map(len, pieces)) // len(numbers)))
-        some, more = _first(pieces, each), _first(pieces, _TOGETHER)
-        found = fit_lore_sensitivity.measure(self._llm, draft, some, more, numbers, step)
-        return [dataclasses.replace(layer, sensitivity=found[layer.layer]) for layer in layers]
+        some = _spread(pieces, min(_MOST, max(_LEAST, sum(map(len, pieces)) // len(numbers))))
+        found = fit_lore_sensitivity.sensitivities(self._llm, write(layers), some, numbers, step)
+        layers = [dataclasses.replace(layer, sensitivity=found[layer.layer]) for layer in layers]
+        together = _whole(pieces, _TOGETHER)
+        with_curve = fit_lore_sensitivity.curve(self._llm, write(layers), together, lambda: None)
+        step()
+        return layers, with_curve
 
 
-def _first(pieces: Pieces, tokens: int) -> list[Sequence[int]]:
-    """The first `tokens` tokens of the pieces."""
-    out: list[Sequence[int]] = []
-    for piece in pieces:
-        left = tokens - sum(map(len, out))
-        if left > 1:
-            out.append(piece[:left])
-    return out
+def _whole(pieces: Pieces, tokens: int) -> list[Sequence[int]]:
+    """Pieces from all parts of the text, of about that many tokens."""
+    count = max(1, min(len(pieces), tokens // max(map(len, pieces))))
+    return [pieces[i] for i in np.linspace(0, len(pieces) - 1, count).round().astype(int)]
+
+
+def _spread(pieces: Pieces, tokens: int) -> list[Sequence[int]]:
+    """About that many tokens from all parts of the text, as beginnings of pieces."""
+    some = _whole(pieces, tokens * max(map(len, pieces)) // _WINDOW)
+    return [piece[: max(_WINDOW, tokens // len(some))] for piece in some]

@@ -1,8 +1,9 @@
-"""What substitution costs: nats of KL to the exact model per unit of relative error power, layer by layer.
+"""What substitution costs: nats of KL to the exact model, layer by layer and all layers together.
 
-All substitutable experts of one layer at a time are replaced by their stand-ins, and the KL of the next-token
-distributions is divided by the error that the file's calibration expects for it. Layers together cost less
-or more than their sum, so a last run with a part of all layers' experts scales all of them.
+Sensitivity: all substitutable experts of one layer at a time are replaced by their stand-ins, and the KL of
+the next-token distributions is divided by the error that the file's calibration expects for it. Layers
+together cost less than their sum, as what can happen to a token is bounded. So shares of all layers' experts
+are replaced by lot, and the KL over the sum of what each expert costs alone is a curve of the file.
 """
 
 from __future__ import annotations
@@ -17,54 +18,81 @@ from numpy.typing import NDArray
 
 from .llama import Llama
 
-_TOGETHER = 0.25  # share of misses in the run of all layers
-_LEAST, _MOST = 0.25, 4.0  # bounds of the factor from that run
+SHARES = (0.015625, 0.0625, 0.25, 0.5, 1.0)  # replaced, at the points of the curve
 
 
-def measure(
+def sensitivities(
     llm: Llama,
     lore: str | os.PathLike[str],
     pieces: Sequence[Sequence[int]],
-    more: Sequence[Sequence[int]],
     layers: Sequence[int],
     step: Callable[[], None],
 ) -> dict[int, float]:
-    """Sensitivity by layer; the stand-ins in the file `lore` need no sensitivities yet.
+    """Nats of KL per unit of relative error power, by layer, on the token ids of the pieces.
 
-    pieces: token ids for each layer; more: for all together. Raises what `Llama.eval` raises.
+    The stand-ins in the file `lore` need no sensitivities yet. Raises what `Llama.eval` raises.
     """
     core = llm.spice._core
     core.load_lore(os.fspath(lore))
-    exact: list[NDArray[np.float32]] = []
-
-    def cost(texts: Sequence[Sequence[int]], share: float, layer: int) -> tuple[float, float]:
-        """Nats per token, and relative error power per row that the calibration expects."""
-        core.set_substitution("lore", share, 0, layer)
-        before = core.stats()["lore_error"]
-        kl = [divergence(p, log_probabilities(llm, text)) for p, text in zip(exact, texts, strict=True)]
-        rows = sum(map(len, texts))
-        return float(np.concatenate(kl).mean()), (core.stats()["lore_error"] - before) / rows
-
+    exact = [log_probabilities(llm, piece) for piece in pieces]
+    out: dict[int, float] = {}
     try:
-        exact[:] = (log_probabilities(llm, text) for text in pieces)
-        out: dict[int, float] = {}
-        expected = 0.0
         for layer in layers:
-            kl, error = cost(pieces, 1.0, layer)
-            out[layer] = kl / max(error, 1e-30)
-            expected += _TOGETHER * kl
+            core.set_substitution("lore", 1.0, 0, layer)
+            before = core.stats()["lore_error"]
+            kl = [divergence(p, log_probabilities(llm, q)).sum() for p, q in zip(exact, pieces, strict=True)]
+            out[layer] = float(sum(kl)) / max(core.stats()["lore_error"] - before, 1e-30)
             step()
-        # One text at a time: their distributions take much memory.
-        together = []
-        for text in more:
-            core.set_substitution("off")
-            exact[:] = [log_probabilities(llm, text)]
-            together.append(cost([text], _TOGETHER, -1)[0] * len(text))
-        factor = sum(together) / sum(map(len, more)) / max(expected, 1e-30)
-        step()
-        return {layer: float(np.clip(factor, _LEAST, _MOST)) * value for layer, value in out.items()}
     finally:
         core.set_substitution("off")
+    return out
+
+
+def curve(
+    llm: Llama, lore: str | os.PathLike[str], pieces: Sequence[Sequence[int]], step: Callable[[], None]
+) -> list[tuple[float, float]]:
+    """Points (sum of what each replaced expert costs alone, KL), both in nats per token, of SHARES of the
+    experts replaced.
+
+    `lore`: a file with sensitivities and without a curve. Raises what `Llama.eval` raises.
+    """
+    core = llm.spice._core
+    core.load_lore(os.fspath(lore))
+    sums, nats = np.zeros(len(SHARES)), np.zeros(len(SHARES))
+    try:
+        for number, piece in enumerate(pieces):  # one at a time: their distributions take much memory
+            core.set_substitution("off")
+            exact = log_probabilities(llm, piece)
+            for at, share in enumerate(SHARES):
+                core.set_substitution("lore", share, number)
+                before = core.stats()["lore_kl"]
+                nats[at] += divergence(exact, log_probabilities(llm, piece)).sum()
+                sums[at] += core.stats()["lore_kl"] - before
+            step()
+    finally:
+        core.set_substitution("off")
+    tokens = sum(map(len, pieces))
+    return concave([(x / tokens, y / tokens) for x, y in zip(sums.tolist(), nats.tolist(), strict=True)])
+
+
+def concave(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those of the points that the least concave curve from (0, 0) above all of them bends at.
+
+    Concave, it keeps a budget of the mean KL: tokens that are replaced more than the mean cost less than
+    the mean's slope says.
+    """
+    out = [(0.0, 0.0)]
+    for x, y in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not (x > out[-1][0] and y > out[-1][1]):
+            continue
+        while len(out) > 1 and _slope(out[-1], (x, y)) >= _slope(out[-2], out[-1]):
+            out.pop()
+        out.append((x, y))
+    return out[1:]
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
 
 
 def log_probabilities(llm: Llama, piece: Sequence[int]) -> NDArray[np.float32]:

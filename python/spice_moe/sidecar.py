@@ -18,6 +18,7 @@ from .errors import SpiceError
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
+Bytes = NDArray[np.int8]
 
 VERSION = 1
 ARCHITECTURE = "spice-sidecar"
@@ -45,15 +46,17 @@ class Head:
 
 @dataclass(frozen=True)
 class Lore:
-    """Stand-ins for the experts of one layer: y = bias + sum_r z_r b_r, z = a h + offset, where the first
-    rows of a h are multiplied by act(gate h). a: [experts, rows, width]; b: [experts, rows, width_out]; gate:
-    [experts, gated, width], or None; offset: [experts, rows]; bias: [experts, width_out]; error, norm:
-    [experts]."""
+    """Stand-ins for the experts of one layer: y = bias + sum_r z_r b_r, z = scale (a h) + offset, where the
+    first rows of a h are multiplied by act(gate_scale (gate h)). a: [experts, rows, width]; b: [experts,
+    rows, width_out]; gate: [experts, gated, width], or None, and gate_scale with it; scale, offset: [experts,
+    rows]; bias: [experts, width_out]; error, norm: [experts]."""
 
     layer: int
-    a: Halves
-    b: Halves
-    gate: Halves | None
+    a: Bytes
+    b: Bytes
+    gate: Bytes | None
+    scale: Floats
+    gate_scale: Floats | None
     offset: Floats
     bias: Halves
     error: Floats
@@ -64,13 +67,14 @@ class Lore:
     @property
     def nbytes(self) -> int:
         """Of what a run keeps in memory."""
-        gate = 0 if self.gate is None else self.gate.nbytes
-        return self.a.nbytes + self.b.nbytes + gate + self.offset.nbytes + self.bias.nbytes
+        parts = (self.a, self.b, self.gate, self.scale, self.gate_scale, self.offset, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Names and values as in the file."""
         parts: dict[str, NDArray[Any] | None] = {
-            "a": self.a, "b": self.b, "gate": self.gate, "offset": self.offset, "bias": self.bias,
+            "a": self.a, "b": self.b, "gate": self.gate, "scale": self.scale,
+            "gate_scale": self.gate_scale, "offset": self.offset, "bias": self.bias,
             "error": self.error, "norm": self.norm, "output": np.array([self.output], np.float32),
             "sensitivity": None if self.sensitivity is None else np.array([self.sensitivity], np.float32),
         }  # fmt: skip
@@ -102,10 +106,12 @@ def write(
     heads: Sequence[Head],
     facts: Mapping[str, Any],
     lore: Sequence[Lore] = (),
+    lore_curve: Sequence[tuple[float, float]] = (),
 ) -> None:
     """Write a sidecar. An existing file is replaced only when the new one is complete.
 
     facts: further header values under `spice.`: numbers, strings, and lists of numbers or strings.
+    lore_curve: points of nats (each replaced expert alone, together), both growing.
     Raises SpiceError without the package `gguf`, OSError if the file cannot be written.
     """
     gguf = writer_package()
@@ -138,6 +144,8 @@ def write(
         for layer in lore:
             for name, values in layer.tensors():
                 writer.add_tensor(name, values)
+        if lore_curve:
+            writer.add_tensor("lore-kl.curve", np.array(lore_curve, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -17,6 +17,7 @@ namespace {
 
 using Floats = std::vector<float>;
 using Halves = std::vector<uint16_t>;
+using Bytes = std::vector<int8_t>;
 
 class Random {
   public:
@@ -31,6 +32,11 @@ class Random {
         const Floats values = floats(n);
         Halves out(n);
         ggml_fp32_to_fp16_row(values.data(), out.data(), static_cast<int64_t>(n));
+        return out;
+    }
+    Bytes bytes(size_t n) {
+        Bytes out(n);
+        for (int8_t &v : out) v = static_cast<int8_t>(between(-128, 127));
         return out;
     }
     int64_t between(int64_t low, int64_t high) {
@@ -50,8 +56,9 @@ struct Case {
     int64_t n_in, n_out, rank, n_gated;
     int32_t n_expert;
     SurrogateActivation activation;
-    Halves a, b, gate, bias;
-    Floats offset;
+    Bytes a, b, gate;
+    Halves bias;
+    Floats scale, gate_scale, offset;
     std::vector<Floats> h;
     std::vector<std::vector<int32_t>> experts; // of each row
     std::vector<std::vector<Floats>> y;
@@ -60,9 +67,13 @@ struct Case {
         : n_in(n_in), n_out(n_out), rank(rank), n_gated(random.between(0, rank)), n_expert(5),
           activation(static_cast<SurrogateActivation>(random.between(0, 2))) {
         const auto n = [](int64_t x, int64_t y) { return static_cast<size_t>(x * y); };
-        a = random.halves(n(n_expert * rank, n_in));
-        b = random.halves(n(n_expert * rank, n_out));
-        gate = random.halves(n(n_expert * n_gated, n_in));
+        a = random.bytes(n(n_expert * rank, n_in));
+        b = random.bytes(n(n_expert * rank, n_out));
+        gate = random.bytes(n(n_expert * n_gated, n_in));
+        scale = random.floats(n(n_expert, rank));
+        gate_scale = random.floats(n(n_expert, n_gated));
+        for (float &v : scale) v *= 1e-4F;
+        for (float &v : gate_scale) v *= 1e-2F;
         offset = random.floats(n(n_expert, rank));
         bias = random.halves(n(n_expert, n_out));
         for (int64_t r = 0; r < n_rows; ++r) {
@@ -84,6 +95,8 @@ struct Case {
                 .a = a.data(),
                 .b = b.data(),
                 .gate = gate.data(),
+                .scale = scale.data(),
+                .gate_scale = gate_scale.data(),
                 .offset = offset.data(),
                 .bias = bias.data()};
     }
@@ -91,22 +104,27 @@ struct Case {
     /// The format's definition in doubles.
     [[nodiscard]] double expected(size_t row, int32_t e, int64_t c, SurrogateKind kind) const {
         if (kind == SurrogateKind::drop) return 0.0;
-        const auto dot = [&](const Halves &rows, int64_t r) {
+        const auto dot = [&](const Bytes &rows, int64_t r) {
             double sum = 0.0;
             for (int64_t i = 0; i < n_in; ++i) {
-                sum += value(rows[static_cast<size_t>(r * n_in + i)]) * h[row][static_cast<size_t>(i)];
+                sum += static_cast<double>(rows[static_cast<size_t>(r * n_in + i)]) *
+                       h[row][static_cast<size_t>(i)];
             }
             return sum;
         };
-        const auto at = [&](const Halves &rows, int64_t r) {
-            return value(rows[static_cast<size_t>(r * n_out + c)]);
+        const auto number = [](const Floats &values, int64_t i) {
+            return static_cast<double>(values[static_cast<size_t>(i)]);
         };
-        double sum = at(bias, e);
+        double sum = value(bias[static_cast<size_t>(e * n_out + c)]);
         if (kind == SurrogateKind::base) return sum;
         for (int64_t r = 0; r < rank; ++r) {
-            double z = dot(a, e * rank + r);
-            if (r < n_gated) z *= activated(dot(gate, e * n_gated + r));
-            sum += (z + static_cast<double>(offset[static_cast<size_t>(e * rank + r)])) * at(b, e * rank + r);
+            double z = number(scale, e * rank + r) * dot(a, e * rank + r);
+            if (r < n_gated) {
+                const int64_t g = e * n_gated + r;
+                z *= activated(number(gate_scale, g) * dot(gate, g));
+            }
+            sum += (z + number(offset, e * rank + r)) *
+                   static_cast<double>(b[static_cast<size_t>((e * rank + r) * n_out + c)]);
         }
         return sum;
     }

@@ -25,9 +25,11 @@ test::GgufBuilder good_sidecar(const std::string &print, const std::string &acti
     b.text("spice.fingerprint", print);
     b.text("spice.model", "test");
     b.text("spice.lore.activation", activation);
-    b.tensor("lore.0.a", {k_w, k_rank, k_n}, GGML_TYPE_F16);
-    b.tensor("lore.0.b", {k_w, k_rank, k_n}, GGML_TYPE_F16);
-    b.tensor("lore.0.gate", {k_w, k_gated, k_n}, GGML_TYPE_F16);
+    b.tensor("lore.0.a", {k_w, k_rank, k_n}, GGML_TYPE_I8);
+    b.tensor("lore.0.b", {k_w, k_rank, k_n}, GGML_TYPE_I8);
+    b.tensor("lore.0.gate", {k_w, k_gated, k_n}, GGML_TYPE_I8);
+    b.tensor("lore.0.scale", {k_rank, k_n});
+    b.tensor("lore.0.gate_scale", {k_gated, k_n});
     b.tensor("lore.0.offset", {k_rank, k_n});
     b.tensor("lore.0.bias", {k_w, k_n}, GGML_TYPE_F16);
     b.tensor("lore.0.error", {k_n});
@@ -47,16 +49,20 @@ class Fixture {
         CHECK(engine->build_pool(engine->plan().everything).ok());
     }
 
-    /// The builder's numbers are no halves and may be negative: these are 0.5, 1.5, 2.5, ... of each tensor.
+    /// The builder's numbers are no halves and may be negative: these are 0.5, 1.5, 2.5, ... of each tensor,
+    /// and 0, 1, 2, ... where it has integers.
     std::filesystem::path write(const test::GgufBuilder &sidecar) const {
         const auto path = dir_.write("s.gguf", sidecar.bytes());
         Result<GgufModel> file = GgufModel::open(path);
         if (!file.ok()) return path;
         std::string bytes = sidecar.bytes();
         for (const GgufTensor &t : file.value().tensors()) {
-            for (uint64_t i = 0; i * (t.ggml_type == GGML_TYPE_F16 ? 2 : 4) < t.bytes; ++i) {
+            const uint64_t size = t.ggml_type == GGML_TYPE_I8 ? 1 : t.ggml_type == GGML_TYPE_F16 ? 2 : 4;
+            for (uint64_t i = 0; i * size < t.bytes; ++i) {
                 const float v = static_cast<float>(i % 8) + 0.5F;
-                if (t.ggml_type == GGML_TYPE_F16) {
+                if (t.ggml_type == GGML_TYPE_I8) {
+                    bytes[t.offset + i] = static_cast<char>(i % 8);
+                } else if (t.ggml_type == GGML_TYPE_F16) {
                     const ggml_fp16_t half = ggml_fp32_to_fp16(v);
                     std::memcpy(bytes.data() + t.offset + 2 * i, &half, 2);
                 } else if (t.ggml_type == GGML_TYPE_F32) {
@@ -93,14 +99,17 @@ TEST(a_good_file_is_read_into_memory) {
     const SurrogateSet &set = *use->surrogates();
     CHECK_EQ(set.n_layers(), 2);
     CHECK_EQ(set.rank(), k_rank);
-    CHECK(set.bytes() >= static_cast<uint64_t>(2 * (2 * k_w * k_rank * k_n + 2 * k_w * k_n)));
+    CHECK(set.bytes() >= static_cast<uint64_t>(2 * k_w * k_rank * k_n + 2 * 2 * k_w * k_n));
     const SurrogateLayer &layer = set.layer(0);
     CHECK(layer.calibrated() && set.calibrated());
     CHECK_EQ(layer.matrices.n_in, k_w);
-    CHECK_EQ(ggml_fp16_to_fp32(layer.matrices.b[9]), 1.5F);
+    CHECK_EQ(layer.matrices.b[9], 1);
+    CHECK_EQ(ggml_fp16_to_fp32(layer.matrices.bias[9]), 1.5F);
     CHECK_EQ(layer.matrices.n_gated, k_gated);
     CHECK(layer.matrices.activation == compute::SurrogateActivation::gelu);
-    CHECK_EQ(ggml_fp16_to_fp32(layer.matrices.gate[10]), 2.5F);
+    CHECK_EQ(layer.matrices.gate[10], 2);
+    CHECK_EQ(layer.matrices.scale[5], 5.5F);
+    CHECK_EQ(layer.matrices.gate_scale[4], 4.5F);
     CHECK_EQ(layer.matrices.offset[5], 5.5F);
     CHECK_EQ(layer.error[2], 2.5F);
     CHECK_EQ(layer.error_power(2, 0.5F, compute::SurrogateKind::full), 0.25 * 2.5 * 2.5 / 0.5);
@@ -133,25 +142,44 @@ TEST(what_does_not_fit_is_refused) {
     refused("'lore.0.norm' has the shape", shape("lore.0.norm", {1}));
     refused("'lore.0.output' has the shape", shape("lore.0.output", {2}));
     refused("'lore.0.offset' has the shape", shape("lore.0.offset", {k_rank - 1, k_n}));
-    refused("more rows in gate than in a", shape("lore.0.gate", {k_w, k_rank + 1, k_n}));
+    refused("'lore.0.scale' has the shape", shape("lore.0.scale", {k_rank, k_n - 1}));
+    refused("'lore.0.gate_scale' has the shape", shape("lore.0.gate_scale", {k_rank, k_n}));
+    refused("more rows in gate than in a", [](test::GgufBuilder &b) {
+        b.at("lore.0.gate").shape = {k_w, k_rank + 1, k_n};
+        b.at("lore.0.gate_scale").shape = {k_rank + 1, k_n};
+    });
     refused("rank of 1025", [](test::GgufBuilder &b) {
         b.at("lore.0.a").shape = b.at("lore.0.b").shape = {k_w, 1025, k_n};
-        b.at("lore.0.offset").shape = {1025, k_n};
+        b.at("lore.0.offset").shape = b.at("lore.0.scale").shape = {1025, k_n};
     });
     CHECK(contains(f.load(good_sidecar(f.print, "tanh")), "spice.lore.activation is"));
     const auto rename = [](const char *name, const char *to) {
         return [=](test::GgufBuilder &b) { b.at(name).name = to; };
     };
-    refused("a and b alone", rename("lore.0.b", "other.0.b"));
+    for (const char *part : {"lore.0.a", "lore.0.b", "lore.0.scale"}) {
+        refused("a, b and scale alone", rename(part, "other"));
+    }
+    for (const char *part : {"lore.0.gate", "lore.0.gate_scale"}) {
+        refused("gate and gate_scale alone", rename(part, "other"));
+    }
     refused("names no layer", rename("lore.1.bias", "lore.2.bias"));
     refused("names no layer", rename("lore.1.bias", "lore.-1.bias"));
     refused("names no layer", rename("lore.1.bias", "lore.x"));
     refused("is no part", rename("lore.1.bias", "lore.1.c"));
     refused("is no part", rename("lore.1.bias", "lore.1"));
     refused("is no part", rename("lore.1.bias", "lore.1bias"));
-    refused("has the type f32, not f16", [](test::GgufBuilder &b) { b.at("lore.0.a").type = GGML_TYPE_F32; });
+    refused("has the type f32, not i8", [](test::GgufBuilder &b) { b.at("lore.0.a").type = GGML_TYPE_F32; });
+    refused("before this one", [](test::GgufBuilder &b) { b.at("lore.0.a").type = GGML_TYPE_F16; });
     refused("has the type f16, not f32",
             [](test::GgufBuilder &b) { b.at("lore.0.norm").type = GGML_TYPE_F16; });
+    refused("'lore-kl.curve' is not [2, points]",
+            [](test::GgufBuilder &b) { b.tensor("lore-kl.curve", {3, 2}); });
+    refused("'lore-kl.curve' is not [2, points]",
+            [](test::GgufBuilder &b) { b.tensor("lore-kl.curve", {2, 65}); });
+    refused("'lore-kl.curve' is not [2, points]",
+            [](test::GgufBuilder &b) { b.tensor("lore-kl.curve", {2, 2}, GGML_TYPE_F16); });
+    refused("'lore-kl.curve' does not grow", // 0.5, 1.5, ... 7.5, and then 0.5 again
+            [](test::GgufBuilder &b) { b.tensor("lore-kl.curve", {2, 5}); });
     refused("no low-rank stand-ins", [](test::GgufBuilder &b) { b.tensors.clear(); });
     refused("another model", [](test::GgufBuilder &b) { b.text("spice.fingerprint", "0"); });
     refused("version 2", [](test::GgufBuilder &b) { b.u32("spice.version", 2); });
@@ -161,7 +189,7 @@ TEST(what_does_not_fit_is_refused) {
 
 TEST(numbers_that_are_none_are_refused) {
     const Fixture f;
-    for (const auto &[name, value] : {std::pair("lore.0.a", NAN), std::pair("lore.0.b", INFINITY),
+    for (const auto &[name, value] : {std::pair("lore.1.bias", NAN), std::pair("lore.0.scale", INFINITY),
                                       std::pair("lore.0.norm", -1.0F), std::pair("lore.0.error", INFINITY)}) {
         const auto path = f.write(good_sidecar(f.print));
         const GgufModel model = GgufModel::open(path).take();
@@ -225,6 +253,42 @@ TEST(the_account_of_what_was_replaced) {
         taken));
     use.reset_counters();
     CHECK_EQ(use.counters().rows, 0u);
+}
+
+TEST(what_is_expected_and_the_budget_follow_the_curve) {
+    const Fixture f;
+    test::GgufBuilder sidecar = good_sidecar(f.print);
+    sidecar.tensor("lore-kl.curve", {2, 2}); // (0.5, 1.5), (2.5, 3.5)
+    CHECK_EQ(f.load(sidecar), "");
+    SurrogateUse &use = *f.engine->surrogate_use();
+    const std::vector<int32_t> ids = {3, 1};
+    const std::vector<float> gates = {0.75F, 0.25F};
+    const std::vector<uint8_t> candidates(2, 1);
+    std::vector<uint8_t> taken(2);
+    const auto choose = [&] {
+        return use.choose(
+            {.group = 0, .top_k = 2, .ids = ids, .gates = gates, .candidates = candidates, .forecast = {}},
+            taken);
+    };
+    CHECK(use.force(compute::SurrogateKind::full, {1.0F, 0}).ok());
+    CHECK(choose());
+    const double alone = 0.0625 * 1.5 * 1.5 / 0.5 * 0.5;
+    CHECK_EQ(use.counters().error, alone / 0.5);
+    CHECK_EQ(use.counters().nats, 3 * alone); // on the line to the first point
+    CHECK(choose());                          // the next token
+    CHECK_EQ(use.counters().nats, 6 * alone);
+    // It costs 3 * alone; with that as the budget the account holds it after some tokens, and never more.
+    use.turn_off();
+    use.reset_counters();
+    CHECK(use.follow({.max_share = 1.0F, .max_mass = 1.0F, .budget = 3 * alone}, 2).ok());
+    uint64_t rows = 0;
+    while (rows < 400 && !choose()) ++rows;
+    CHECK(rows > 0 && rows < 400);
+    for (; rows < 400; ++rows) (void)choose();
+    const SurrogateCounters c = use.counters();
+    // Only one of two layers has costs: half of what comes in is for it.
+    const double income = 3 * alone * static_cast<double>(c.rows) / 2;
+    CHECK(c.nats <= income && c.nats > 0.5 * income);
 }
 
 TEST(absent_experts) {

@@ -63,15 +63,24 @@ def random_lore(
     def halves(*shape: int) -> NDArray[np.float16]:
         return (rng.standard_normal(shape) * size / np.sqrt(shape[-1])).astype(np.float16)
 
+    def integers(*shape: int) -> tuple[NDArray[np.int8], Floats]:
+        """And the scale of each row with which they are as large as halves()."""
+        scale = rng.uniform(0.5, 1.5, shape[:-1]) * size / np.sqrt(shape[-1]) / 40
+        return np.rint(40 * rng.standard_normal(shape)).clip(-128, 127).astype(np.int8), scale.astype(
+            np.float32
+        )
+
     for layer in weights.layers if layers is None else layers:
         down = weights[f"blk.{layer}.ffn_down_exps.weight"]
         n, width, width_in = down.shape[0], down.shape[1], _width_in(weights, layer)
         p = f"lore.{layer}."
         if rank:
-            out[p + "a"], out[p + "b"] = halves(n, rank, width_in), halves(n, rank, width)
-            out[p + "offset"] = rng.standard_normal((n, rank)).astype(np.float32)
+            out[p + "a"], a_scale = integers(n, rank, width_in)
+            out[p + "b"], b_scale = integers(n, rank, width)
+            out[p + "scale"] = a_scale * b_scale
+            out[p + "offset"] = b_scale * rng.standard_normal((n, rank)).astype(np.float32)
         if gated:
-            out[p + "gate"] = halves(n, gated, width_in)
+            out[p + "gate"], out[p + "gate_scale"] = integers(n, gated, width_in)
         out[p + "bias"] = halves(n, width)
         out[p + "error"] = rng.uniform(0.1, 0.9, n).astype(np.float32)
         out[p + "norm"] = rng.uniform(0.5, 2.0, n).astype(np.float32)
@@ -88,7 +97,7 @@ def _width_in(weights: Weights, layer: int) -> int:
 def stand_in(
     weights: Weights, lore: Mapping[str, NDArray[Any]], layer: int, expert: int, h: Floats
 ) -> Floats:
-    """y of the format's definition, from the F16 numbers of the file."""
+    """y of the format's definition, from the numbers of the file."""
 
     def part(name: str) -> Floats | None:
         found = lore.get(f"lore.{layer}.{name}")
@@ -96,10 +105,11 @@ def stand_in(
 
     y = np.zeros(weights[f"blk.{layer}.ffn_down_exps.weight"].shape[1], np.float32)
     a, b, gate, offset, bias = map(part, ("a", "b", "gate", "offset", "bias"))
-    if a is not None and b is not None:
-        z = a[expert] @ h
-        if gate is not None:
-            g = gate[expert] @ h
+    scale, gate_scale = part("scale"), part("gate_scale")
+    if a is not None and b is not None and scale is not None:
+        z = scale[expert] * (a[expert] @ h)
+        if gate is not None and gate_scale is not None:
+            g = gate_scale[expert] * (gate[expert] @ h)
             z[: len(g)] *= g / (1 + np.exp(-g))
         y += (z if offset is None else z + offset[expert]) @ b[expert]
     if bias is not None:

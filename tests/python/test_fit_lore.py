@@ -60,7 +60,7 @@ def test_a_layer_that_computes_something_else_is_refused(tiny_model) -> None:
         file.formula(1, h, ids, down + 0.1 * np.abs(down))
 
 
-def test_halves_compute_what_was_fitted() -> None:
+def test_bytes_compute_what_was_fitted() -> None:
     rng = np.random.default_rng(0)
 
     def floats(*shape: int) -> np.ndarray:
@@ -68,17 +68,16 @@ def test_halves_compute_what_was_fitted() -> None:
 
     expert = Expert(up=floats(6, 8), down=floats(5, 6), gate=floats(6, 8))
     keep = np.array([4, 1])
-    # Lengths of 1e5 and 1e-4 fit into F16 only when they are balanced.
+    # Rows of any length.
     fitted = StandIn(a=1e-4 * floats(3, 8), b=1e5 * floats(5, 5), offset=floats(5), bias=floats(5))
     fitted = dataclasses.replace(fitted, b=np.concatenate([floats(2, 5), fitted.b[2:]]))
-    a, b, gate, offset = fit_lore._as_halves(fitted, expert, keep)
     h = floats(20, 8)
     silu = Formula("silu", lambda g, u: g / (1 + np.exp(-g)) * u)
-    z = h @ a.astype(np.float32).T
-    z[:, :2] = silu.of(h @ gate.astype(np.float32).T, z[:, :2])
-    y = fitted.bias + (z + offset) @ b.astype(np.float32)
+    parts = fit_lore._as_bytes(fitted, expert, keep)
+    assert all(rows.dtype == np.int8 and np.abs(rows).max() == 127 for rows in parts[:3])
+    y = fitted.bias + fit_lore._evaluate(silu, h, *parts)
     expected = fitted(h, expert.activations(h, silu)[:, keep])
-    np.testing.assert_allclose(y, expected, rtol=0, atol=3e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(y, expected, rtol=0, atol=0.03 * np.abs(expected).max())
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +109,16 @@ def test_the_file_has_what_the_format_says(fitted: tuple[Path, dict]) -> None:
         count = row["neurons"] + row["rank"]
         p = f"lore.{row['layer']}."
         assert tensors[p + "a"].data.shape == tensors[p + "b"].data.shape == (16, count, 256)
-        assert tensors[p + "offset"].data.shape == (16, count)
+        assert tensors[p + "offset"].data.shape == tensors[p + "scale"].data.shape == (16, count)
         if row["neurons"]:
             assert tensors[p + "gate"].data.shape == (16, row["neurons"], 256)
+            assert tensors[p + "gate_scale"].data.shape == (16, row["neurons"])
         assert tensors[p + "sensitivity"].data[0] > 0
         assert (tensors[p + "error"].data < 1.5).all()
-        assert 3 * row["neurons"] + 2 * row["rank"] <= 2 * 16
-    assert not {t for t in tensors if not t.startswith("lore.")}
+        assert 3 * row["neurons"] + 2 * row["rank"] <= 2 * 2 * 16
+    assert {t for t in tensors if not t.startswith("lore.")} == {"lore-kl.curve"}
+    curve = tensors["lore-kl.curve"].data
+    assert 1 <= len(curve) <= 5 and (np.diff(curve, axis=0, prepend=0) > 0).all()
 
 
 def test_substitution_costs_less_than_dropping_and_about_what_is_expected(fitted: tuple[Path, dict]) -> None:
@@ -146,9 +148,9 @@ def test_the_command_fits_both(tmp_path: Path, capsys: pytest.CaptureFixture[str
     command = [str(shipped_model()), "--text", str(text), "-o", str(out), "--chunk", "64", "--horizons", "1"]
     assert fit_cli.main([*command, "--tokens", "1500", "--lore", "8"]) == 0
     printed = capsys.readouterr().out
-    assert "recall of the top 4" in printed and "stand-ins of rank 8" in printed
+    assert "recall of the top 4" in printed and "as large as rank 8" in printed
     kinds = {t.name.split(".")[0] for t in GGUFReader(out).tensors}
-    assert kinds == {"lore", "draft", "adapter"}
+    assert kinds == {"lore", "lore-kl", "draft", "adapter"}
     assert not list(tmp_path.glob(".spice-fit-*"))
 
 

@@ -184,6 +184,33 @@ def test_a_budget_is_kept(tiny_model, tmp_path: Path) -> None:
     assert spent[0] < spent[1] < spent[2]
 
 
+def test_a_curve_maps_what_is_expected_and_the_budget(tiny_model, tmp_path: Path) -> None:
+    """Twice the sum up to a point that one token does not reach, then half as much for more."""
+    path = tiny_model("qwen2moe", layers=3, expert_type="Q4_K", experts=16, used=4, seed=1)
+    lore = random_lore(Weights(path))
+    kl = {}
+    for name, curve in {"sum": [], "twice": [[1e3, 2e3]], "bent": [[1e-6, 2e-3], [1.0, 0.5]]}.items():
+        extra = {"lore-kl.curve": np.array(curve, np.float32)} if curve else {}
+        file = write_lore(path, tmp_path / f"{name}.gguf", {**lore, **extra})
+        with opened(path) as (llm, core):
+            core.load_lore(str(file))
+            core.set_substitution("lore", 1.0)
+            prefill(llm, prompt(40), [40])
+            kl[name] = llm.spice.stats()["lore_kl"] / 40
+    assert kl["twice"] == pytest.approx(2 * kl["sum"])
+    assert kl["bent"] == pytest.approx(2e-3 + 0.498 * kl["sum"], rel=1e-3)
+    with opened(path, ram_budget="40%") as (llm, core):
+        core.load_lore(str(tmp_path / "bent.gguf"))
+        core.use_lore(max_share=1.0, max_mass=1.0, max_confidence=1.0, budget=1e-3)
+        prefill(llm, prompt(140), [20, *[1] * 120])
+        assert llm.spice.stats()["lore_substituted"] == 0  # the budget buys half of 1e-6
+        core.use_lore(max_share=1.0, max_mass=1.0, max_confidence=1.0, budget=2e-2)
+        prefill(llm, prompt(140), [20, *[1] * 120])
+        stats = llm.spice.stats()
+        assert stats["lore_substituted"] > 0
+        assert 0 < stats["lore_kl"] / 120 <= 2e-2
+
+
 def device_lore(path: Path, file: Path) -> tuple[np.ndarray, dict[str, Any], np.ndarray, dict[str, Any]]:
     """Beside a device: a forced half of the pairs, then the missed ones."""
     out: list[Any] = []

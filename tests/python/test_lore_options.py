@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from spice_moe import (
     Llama,
@@ -18,6 +19,7 @@ from spice_moe import (
 )
 from support import assert_same, open_model, prefill, prompt
 from support_lore import Weights, random_lore, write_lore
+from support_models import make_dense
 from test_cli import run
 
 
@@ -82,7 +84,7 @@ def test_stand_ins_share_the_budget(model: Path, tmp_path: Path) -> None:
     with contextlib.closing(open_model(Llama, model, ram_budget="40%", lore=True)) as llm:
         plan = llm.spice.plan
     size = plan.lore["bytes"]
-    assert size >= 3 * 2 * 16 * 8 * 256 * 2
+    assert size >= 3 * 2 * 16 * 8 * 256
     assert without.lore == {} and without.exact
     assert plan.ram_budget < without.ram_budget
     assert abs(plan.ram_budget + size - without.ram_budget) < 0.4 * size + 3 * plan.slab_bytes_max
@@ -124,6 +126,25 @@ def test_files_that_cannot_be_used(model: Path, tiny_model, tmp_path: Path) -> N
         Llama(str(model), lore=uncalibrated, verbose=False)
     with contextlib.closing(open_model(Llama, model, lore=uncalibrated, lore_budget=float("inf"))) as llm:
         assert llm.spice.plan.lore["budget"] is None
+
+
+def test_stand_ins_of_earlier_versions_are_refused(model: Path, tmp_path: Path) -> None:
+    tensors = random_lore(Weights(model))
+    tensors |= {k: v.astype(np.float16) for k, v in tensors.items() if k.endswith((".a", ".b"))}
+    old = write_lore(model, tmp_path / "old.gguf", tensors)
+    with pytest.raises(SpiceUnsupportedError, match=r"old\.gguf.*in F16.*fit them again"):
+        Llama(str(model), lore=old, verbose=False)
+
+
+def test_a_dense_model_says_that_it_does_nothing(tmp_path: Path) -> None:
+    dense = make_dense(tmp_path / "dense.gguf")
+    with pytest.warns(UserWarning, match="no experts, so lore does nothing"):
+        llm = open_model(Llama, dense, lore=True)
+    with contextlib.closing(llm):
+        assert "lore does nothing" in str(llm.spice.plan)
+    done = run(dense, "-p", "Hello", "-n", 2, "--lore", "on")
+    assert done.returncode == 0
+    assert "lore does nothing" in done.stderr
 
 
 def test_the_command_line(model: Path) -> None:
