@@ -19,7 +19,7 @@ Pieces = Sequence[Sequence[int]]
 
 _LEAST, _MOST = 256, 1024  # tokens that each layer's sensitivity is measured on
 _WINDOW = 64  # of these, at least in one sequence
-_TOGETHER = 2048  # tokens that all layers together are measured on
+_TOGETHER = 4096  # tokens that all layers together are measured on
 
 
 class LoreRun:

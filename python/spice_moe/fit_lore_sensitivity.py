@@ -8,6 +8,7 @@ are replaced by lot, and the KL over the sum of what each expert costs alone is 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from .llama import Llama
 
 SHARES = (0.015625, 0.0625, 0.25, 0.5, 1.0)  # replaced, at the points of the curve
+_RISE = 1e-3  # from point to point, relative, where the curve would be flat
 
 
 def sensitivities(
@@ -76,23 +78,28 @@ def curve(
 
 
 def concave(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those of the points that the least concave curve from (0, 0) above all of them bends at.
+    """The concave growing curve from (0, 0) that is nearest to the points, at their x: none where all is 0.
 
-    Concave, it keeps a budget of the mean KL: tokens that are replaced more than the mean cost less than
-    the mean's slope says.
+    sum_j a_j min(x, x_j) with a_j >= 0, by least squares of the relative errors, so that the noise of single
+    points evens out. Concave, it keeps a budget of the mean KL: tokens that are replaced more than the mean
+    cost less than the mean's slope says.
     """
-    out = [(0.0, 0.0)]
-    for x, y in sorted(points, key=lambda p: (p[0], -p[1])):
-        if not (x > out[-1][0] and y > out[-1][1]):
-            continue
-        while len(out) > 1 and _slope(out[-1], (x, y)) >= _slope(out[-2], out[-1]):
-            out.pop()
-        out.append((x, y))
-    return out[1:]
-
-
-def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])
+    kept = [(x, y) for x, y in sorted(points) if x > 0 and y > 0]
+    if not kept:
+        return []
+    x, y = np.array(kept).T
+    x, at = np.unique(x, return_inverse=True)
+    basis = np.minimum(x[at][:, None], x) / y[:, None]
+    best, values = np.inf, x
+    for used in itertools.product((False, True), repeat=len(x)):  # few points: every set of corners
+        a = np.zeros(len(x))
+        if any(used):
+            a[list(used)] = np.linalg.lstsq(basis[:, used], np.ones(len(y)), rcond=None)[0]
+        error = float(np.square(basis @ a - 1).sum())
+        if (a >= 0).all() and error < best:
+            best, values = error, np.minimum(x[:, None], x) @ a
+    values = np.maximum.accumulate(values * (1 + _RISE * np.arange(len(x))))  # so that it has an inverse
+    return list(zip(x.tolist(), values.tolist(), strict=True))
 
 
 def log_probabilities(llm: Llama, piece: Sequence[int]) -> NDArray[np.float32]:
