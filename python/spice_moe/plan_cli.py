@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import budget, command, files, hardware, probe, sim, sim_models
+from . import __version__, budget, command, files, hardware, probe, sim, sim_models
 from .plan import format_bytes
 from .trace import Trace
 
@@ -71,6 +71,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--probe", type=Path, metavar="FILE", help="measure this machine and write FILE")
     add("--file", type=Path, metavar="GGUF", help="with --probe: read this file to time the disk")
     add("--json", action="store_true", help="print one JSON object")
+    add("--version", action="version", version=f"%(prog)s {__version__}")
     args = parser.parse_args(argv)
     if args.model is None and args.probe is None:
         parser.error("give a MODEL, or --probe FILE")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import command, files, hardware, sim, sim_models, trace
+from . import __version__, command, files, hardware, sim, sim_models, trace
 from .errors import SpiceUnsupportedError
 from .loading import ProgressBar
 
@@ -107,6 +107,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--plot", type=Path, metavar="FILE", help="draw TPOT against slots (.svg, .png, .pdf)")
     add("--json", action="store_true", help="print one JSON object")
+    add("--version", action="version", version=f"%(prog)s {__version__}")
     args = parser.parse_args(argv)
     if min(args.slots) <= 0:
         parser.error("--slots must be above 0")
