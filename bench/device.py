@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from worker import run_main
+
 WORKER = Path(__file__).with_name("device_worker.py")
 #: What `--like` compares: the default, and the choices that a table of offloading policies has.
 LIKE_PLACEMENTS = ["spice", "static", "lru:all-fetch", "on-demand:all-fetch", "all-host"]
@@ -38,7 +40,7 @@ def run(job: dict[str, Any]) -> dict[str, Any] | None:
     if done.returncode == 3:
         return None
     if done.returncode != 0:
-        raise RuntimeError(f"{job['label']}: the worker ended with exit code {done.returncode}")
+        raise SystemExit(f"the run of {job['label']} ended with exit code {done.returncode}; see above")
     return json.loads(done.stdout)
 
 
@@ -237,4 +239,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -27,6 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.device_emulator import Emulator, Speed, library_path
+from bench.worker import run_main
 
 #: The simulator's strategies that the runtime's options make: (strategy, placement) of the runtime.
 SAME = {
@@ -177,6 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    if not Path(args.model).exists():
+        print(f"no such file: {args.model}", file=sys.stderr)
+        return 3
     speed = Speed(**json.loads(args.emulate))
     emulator = Emulator(library_path())
     emulator.configure(speed)
@@ -222,4 +226,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))
