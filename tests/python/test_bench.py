@@ -76,8 +76,8 @@ def test_a_worker_that_fails_is_told_in_one_line(tiny_model, bench: str) -> None
 @pytest.mark.parametrize(
     "bench",
     [
-        "device", "device_sim", "eviction", "history_recall", "lore", "prediction", "prefetch", "ram_pressure",
-        "speed_by_memory", "validate_sim",
+        "device", "device_sim", "eviction", "history_recall", "lore", "prediction", "prefetch",
+        "ram_pressure", "speed_by_memory", "validate_sim",
     ],
 )  # fmt: skip
 def test_a_missing_file_is_told_in_one_line(bench: str) -> None:
