@@ -1,10 +1,11 @@
 // What a split of ours reads of tensors that a device computed: copied to the host all at once, and known by
 // where it still is on the device.
 //
-// llama.cpp's scheduler copies a split's inputs one after the other, each behind a wait for the device, unless the
-// reading backend takes the copy on (`copy_async`). Taken on, the copies queue up behind what makes the
-// tensors, and there is one wait, in wait(), when the split is computed. Until that split has been computed the
-// tensors stay where they are, so that a device which computes experts takes its activations from there.
+// llama.cpp's scheduler copies a split's inputs one after the other, each behind a wait for the device,
+// unless the reading backend takes the copy on (`copy_async`). Taken on, the copies queue up behind what
+// makes the tensors, and there is one wait, in wait(), when the split is computed. Until that split has been
+// computed the tensors stay where they are, so that a device which computes experts takes its activations
+// from there.
 //
 // Thread: the context's compute thread. wait() blocks. Errors: none; a copy that is not taken on is the
 // scheduler's again.
@@ -26,8 +27,8 @@ class InputCopies {
     /// The split was computed: nothing of what was taken on can be relied on any more.
     void clear() { copies_.clear(); }
 
-    /// The whole of `tensor`'s values, without gaps, on that device; nullptr: they are not there. The buffer that
-    /// they are in: `buffer`.
+    /// The whole of `tensor`'s values, without gaps, on that device; nullptr: they are not there. The buffer
+    /// that they are in: `buffer`.
     [[nodiscard]] void *on(ggml_backend_dev_t device, const ggml_tensor *tensor,
                            ggml_backend_buffer_t &buffer) const;
 
