@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -182,16 +184,19 @@ def test_ctrl_c_ends_the_command_cleanly(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program]
     arguments = [str(shipped_model()), "--text", str(text), "-o", str(tmp_path / "s.gguf")]
-    child = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stderr is not None
-    while not child.stderr.read(20).strip():  # the progress bar: it is at work
-        pass
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
-    assert child.returncode == 130
-    assert "interrupted" in errors and "Traceback" not in errors
+    terminal, its_end = os.openpty()  # bars are for people
+    child = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL, stderr=its_end)
+    os.close(its_end)
+    errors = b""
+    with contextlib.suppress(OSError):  # the end of a terminal that nobody writes to any more
+        while b"%" not in errors:  # the progress bar: it is at work
+            errors += os.read(terminal, 100)
+        child.send_signal(signal.SIGINT)
+        while True:
+            errors += os.read(terminal, 100)
+    os.close(terminal)
+    assert child.wait(timeout=60) == 130
+    assert b"interrupted" in errors and b"Traceback" not in errors
     assert [p.name for p in tmp_path.iterdir()] == ["chat.txt"]
 
 
