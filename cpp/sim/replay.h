@@ -1,5 +1,5 @@
 // Replays recorded routing through a pool of slots: hits and misses of an eviction strategy, and Belady's
-// optimum for the same calls. No time, no bytes: one slab is one slot.
+// optimum for the same calls (where calls go in waves: near it). No time, no bytes: one slab is one slot.
 //
 // How a call is served (the same for strategies and for Belady): it asks for each of its experts once.
 // Resident ones are hits and are served first. When the call has at most `wave` experts, all of them are

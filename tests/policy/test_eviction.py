@@ -186,11 +186,19 @@ def test_victims_are_resident_and_evictable(name: str, data: st.DataObject) -> N
                 resident.remove(victim)
 
 
+def calls_are_whole(ids: np.ndarray, options: Options, n_experts: int) -> bool:
+    """No call is computed in waves, because it is asked for or routes to more experts than there are slots:
+    what leaves between waves can cost a hit later that Belady's rule does not see."""
+    rows = max(options.batch, ids.shape[1] if options.prefill < 0 else options.prefill)
+    return options.wave == 0 and min(n_experts, rows * ids.shape[2]) <= options.n_slots
+
+
 @settings(max_examples=150, deadline=None)
 @given(routing=routings(tokens=6, layers=2, experts=4), options=option_sets(slots=4))
 def test_belady_equals_exhaustive_search(routing: tuple, options: Options) -> None:
     ids, lens, n_experts = routing
-    assert hits(belady(ids, lens, options, n_experts)) == best_possible(ids, lens, options)
+    found, best = hits(belady(ids, lens, options, n_experts)), best_possible(ids, lens, options)
+    assert found == best if calls_are_whole(ids, options, n_experts) else found <= best
 
 
 @settings(max_examples=150, deadline=None)
@@ -202,7 +210,7 @@ def test_nothing_beats_belady(routing: tuple, options: Options) -> None:
     total = best["misses"] + best["prefill_misses"] + hits(best)
     for name in NAMES:
         one = run(ids, lens, options, n_experts, name)
-        assert hits(one) <= hits(best)
+        assert hits(one) <= hits(best) or not calls_are_whole(ids, options, n_experts)
         assert hits(one) + one["misses"] + one["prefill_misses"] == total
     if options.wave == 0:  # a part of the pool is narrower than the pool, so its waves are others
         small = max(options.batch, ids.shape[1]) * ids.shape[2] <= options.n_slots // ids.shape[0]
