@@ -1,13 +1,23 @@
-"""Shared by all tests: the repository on sys.path, and tiny models that are made once per session."""
+"""Shared by all tests: the repository on sys.path, and tiny models that are made once per session.
+
+Property tests try the same examples in every run, so that a run says something about the change it is for. To
+look for new ones: `SPICE_EXAMPLES=new pytest tests/policy`.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("same", derandomize=True)
+if os.environ.get("SPICE_EXAMPLES") != "new":
+    hypothesis.settings.load_profile("same")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
