@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                   warm=args.warm, decode=args.decode, vram="0", ram=args.ram, placement="spice",
                   emulate=json.loads(args.emulate) if args.emulate else None)  # fmt: skip
     if args.like:
-        if args.like not in hardware.presets() and not Path(args.like).exists():
-            print(f"no machine {args.like}; there are {', '.join(hardware.presets())}", file=sys.stderr)
+        if not hardware.load(args.like).has_device:
+            print(f"{args.like} has no GPU", file=sys.stderr)
             return 2
         common |= dict(like=args.like, types=summary["expert_bytes_by_type"])
         learned = run(common | dict(kind="learn", label="learning", decode=LEARNED))

@@ -13,7 +13,6 @@
 
 #include "backend/ggml_abi.h"
 
-#include <cstdint>
 #include <vector>
 
 namespace spice {

@@ -52,10 +52,13 @@ void free_backend(ggml_backend_t backend) {
     const std::unique_ptr<StreamBackend> context(&self(backend));
 }
 
+bool leaves_experts_out(const spice_emulator_settings &settings) {
+    return settings.expert_bytes_per_second > 0.0;
+}
+
 /// Weights of experts that nothing will read: copying them would take the host's time from the host.
 bool is_left_out(StreamBackend &me, const ggml_tensor *tensor) {
-    return tensor->ne[2] > 1 && ggml_is_quantized(tensor->type) &&
-           me.device.settings().expert_bytes_per_second > 0.0;
+    return tensor->ne[2] > 1 && ggml_is_quantized(tensor->type) && leaves_experts_out(me.device.settings());
 }
 
 void write_async(ggml_backend_t backend, ggml_tensor *tensor, const void *from, size_t offset, size_t bytes) {
@@ -96,8 +99,7 @@ bool copy_async(ggml_backend_t from_backend, ggml_backend_t to_backend, const gg
 
 void synchronize(ggml_backend_t backend) {
     StreamBackend &me = self(backend);
-    const bool modelled = me.device.settings().expert_bytes_per_second > 0.0;
-    modelled ? me.stream->spin() : me.stream->synchronize();
+    leaves_experts_out(me.device.settings()) ? me.stream->spin() : me.stream->synchronize();
 }
 
 void run_graph(StreamBackend &me, GraphCopy &graph) {
@@ -106,7 +108,7 @@ void run_graph(StreamBackend &me, GraphCopy &graph) {
     ggml_backend_cpu_set_n_threads(me.cpu.get(), settings.threads);
     if (graph.run(me.cpu.get()) != GGML_STATUS_SUCCESS) me.device.note_misuse("ggml-cpu refused a graph");
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-    const bool modelled = settings.expert_bytes_per_second > 0.0;
+    const bool modelled = leaves_experts_out(settings);
     double wanted = took.count() * settings.compute_slowdown + settings.launch_seconds;
     if (modelled) {
         wanted = settings.launch_seconds +
@@ -124,7 +126,7 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph *graph) {
     StreamBackend &me = self(backend);
     if (me.device.take_failed_copy() || me.device.fails(Failure::compute)) return GGML_STATUS_FAILED;
     std::string why;
-    const bool without_experts = me.device.settings().expert_bytes_per_second > 0.0;
+    const bool without_experts = leaves_experts_out(me.device.settings());
     const std::shared_ptr<GraphCopy> copy = GraphCopy::make(graph, me.device.memory(), without_experts, why);
     if (copy == nullptr) {
         me.device.note_misuse(why);
