@@ -3,37 +3,21 @@
 // in CI); what has passed is not sent any more; prompts and turned-off predictions send nothing.
 #include "check.h"
 #include "device_fixture.h"
+#include "routing.h"
 
 #include <atomic>
 #include <chrono>
-#include <random>
 #include <thread>
 
 using spice::DeviceCall;
 using spice::DeviceCounters;
+using test::Call;
 using test::new_stream;
 using Fixture = test::DeviceFixture;
 
 namespace {
 
 constexpr int n_layers = 6;
-
-struct Call {
-    int32_t group = 0;
-    std::vector<int32_t> ids;
-};
-
-std::vector<Call> routing(int n_passes, uint32_t seed) {
-    std::mt19937 random(seed);
-    std::vector<Call> calls;
-    for (int pass = 0; pass < n_passes; ++pass) {
-        for (int32_t group = 0; group < n_layers; ++group) {
-            const auto first = static_cast<int32_t>(random() % 4);
-            calls.push_back({group, {first, (first + 1 + static_cast<int32_t>(random() % 3)) % 4}});
-        }
-    }
-    return calls;
-}
 
 /// Six layers of four experts, all of them in memory, half of them on the device.
 std::unique_ptr<Fixture> make(const spice::PrefetchOptions &prefetch, double ram = 1.0, double vram = 0.5,
@@ -53,7 +37,7 @@ void read_everything(const Fixture &f) {
 
 void tell(const Fixture &f, const std::vector<Call> &calls) {
     std::vector<spice::policy::FutureCall> future;
-    for (const Call &call : calls) future.push_back({call.group, 1, call.ids});
+    for (const Call &call : calls) future.push_back({call.layer, 1, call.ids});
     CHECK_EQ(f.engine->prefetcher()->set_future(std::move(future), {}, 0).message(), "");
 }
 
@@ -78,10 +62,10 @@ TEST(what_is_foretold_is_on_the_device_in_time) {
         const auto f = make({.predictor = "replay", .always = true}, ram);
         const ggml_backend_ptr stream = new_stream();
         if (ram == 1.0) read_everything(*f);
-        const std::vector<Call> calls = routing(60, 3);
+        const std::vector<Call> calls = test::routing(n_layers, 60, 3);
         tell(*f, calls);
         for (const Call &call : calls) {
-            CHECK(f->call(stream.get(), call.group, call.ids, 1));
+            CHECK(f->call(stream.get(), call.layer, call.ids, 1));
             let_it_send(*f);
         }
         const DeviceCounters c = f->tier().counters();
@@ -96,7 +80,7 @@ TEST(what_is_foretold_is_on_the_device_in_time) {
 }
 
 TEST(without_predictions_nothing_is_sent_ahead) {
-    const std::vector<Call> calls = routing(20, 3);
+    const std::vector<Call> calls = test::routing(n_layers, 20, 3);
     for (const int way : {0, 1, 2}) {
         const spice::PrefetchOptions off = {.enabled = false};
         const auto f = way == 0   ? make(off)
@@ -114,7 +98,7 @@ TEST(without_predictions_nothing_is_sent_ahead) {
         }
         if (way > 0) tell(*f, calls);
         for (const Call &call : calls) {
-            CHECK(f->call(stream.get(), call.group, call.ids, 1));
+            CHECK(f->call(stream.get(), call.layer, call.ids, 1));
             let_it_send(*f);
         }
         CHECK_EQ(f->tier().counters().prefetched, 0u);
@@ -175,9 +159,9 @@ TEST(sending_ahead_turns_itself_off_and_on) {
         const ggml_backend_ptr stream = new_stream();
         read_everything(*f);
         uint64_t predicted = 0;
-        for (const Call &call : routing(120, 5)) {
+        for (const Call &call : test::routing(n_layers, 120, 5)) {
             const uint64_t before = f->engine->counters().prefetch.calls;
-            CHECK(f->call(stream.get(), call.group, call.ids, 1, [&] {
+            CHECK(f->call(stream.get(), call.layer, call.ids, 1, [&] {
                 predicted = f->engine->counters().prefetch.calls;
                 const bool quick = (predicted > before) == pays;
                 return Fixture::Times{.host = quick ? 1.0 : 2.0, .device = 0.5, .waited = 0.0};
@@ -202,8 +186,8 @@ TEST(two_contexts_calls_and_loads_ahead_meet) {
             threads.emplace_back([&f, &right, t] {
                 const ggml_backend_ptr stream = new_stream();
                 int n = 0;
-                for (const Call &call : routing(40, t)) {
-                    right += f->call(stream.get(), call.group, call.ids, 1);
+                for (const Call &call : test::routing(n_layers, 40, t)) {
+                    right += f->call(stream.get(), call.layer, call.ids, 1);
                     std::this_thread::sleep_for(std::chrono::microseconds(500)); // or no copy is in time
                     if (++n % 80 == 0) f->tier().forget();
                 }
@@ -224,8 +208,8 @@ TEST(an_engine_may_go_while_it_sends_ahead) {
         const auto f = make({.predictor = "ensemble", .always = true}, 1.0, 0.9, "spice", slow);
         const ggml_backend_ptr stream = new_stream();
         read_everything(*f);
-        for (const Call &call : routing(2, static_cast<uint32_t>(i)))
-            CHECK(f->call(stream.get(), call.group, call.ids, 1));
+        for (const Call &call : test::routing(n_layers, 2, static_cast<uint32_t>(i)))
+            CHECK(f->call(stream.get(), call.layer, call.ids, 1));
         std::this_thread::sleep_for(std::chrono::microseconds(20 * i));
     }
 }

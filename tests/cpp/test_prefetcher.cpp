@@ -4,18 +4,19 @@
 #include "check.h"
 #include "faulty_ops.h"
 #include "gguf_builder.h"
+#include "routing.h"
 
 #include "runtime/engine.h"
 #include "runtime/layer_call.h"
 
 #include <chrono>
 #include <cstring>
-#include <random>
 #include <thread>
 
 using spice::Engine;
 using spice::LayerCall;
 using spice::RouterInput;
+using test::Call;
 
 namespace {
 
@@ -68,23 +69,6 @@ struct Fixture {
     }
 };
 
-struct Call {
-    int layer = 0;
-    std::vector<int32_t> ids;
-};
-
-std::vector<Call> routing(int n_passes, uint32_t seed) {
-    std::mt19937 random(seed);
-    std::vector<Call> calls;
-    for (int pass = 0; pass < n_passes; ++pass) {
-        for (const int layer : {0, 1}) {
-            const auto first = static_cast<int32_t>(random() % 4);
-            calls.push_back({layer, {first, (first + 1 + static_cast<int32_t>(random() % 3)) % 4}});
-        }
-    }
-    return calls;
-}
-
 void tell(const Fixture &f, const std::vector<Call> &calls) {
     std::vector<spice::policy::FutureCall> future;
     for (const Call &call : calls) future.push_back({call.layer, 1, call.ids});
@@ -101,7 +85,7 @@ bool consistent(const spice::Counters &c) {
 TEST(what_is_foretold_is_there_in_time) {
     const Fixture f(5);
     CHECK_EQ(f.engine->plan().predictor, "replay");
-    const std::vector<Call> calls = routing(100, 3);
+    const std::vector<Call> calls = test::routing(2, 100, 3);
     tell(f, calls);
     for (const Call &call : calls) {
         CHECK(f.call(call.layer, call.ids));
@@ -128,7 +112,7 @@ TEST(a_future_that_cannot_be_is_refused) {
         const spice::Status status = f.engine->prefetcher()->set_future({{0, 1, {0, 1}}, call}, {}, 0);
         CHECK(status.code() == spice::Code::malformed);
     }
-    for (const Call &call : routing(10, 3)) CHECK(f.call(call.layer, call.ids));
+    for (const Call &call : test::routing(2, 10, 3)) CHECK(f.call(call.layer, call.ids));
     CHECK_EQ(f.engine->counters().prefetched, 0U); // nothing was told
 }
 
@@ -137,7 +121,7 @@ TEST(every_predictor_serves_and_the_bytes_stay_right) {
         if (name == "adapter" || name == "draft") continue; // need a sidecar
         for (const int slots : {2, 3, 6, 8}) {
             const Fixture f(slots, std::string(name));
-            for (const Call &call : routing(60, 5)) {
+            for (const Call &call : test::routing(2, 60, 5)) {
                 CHECK(slots == 2 || f.call(call.layer, call.ids));
             }
             CHECK(consistent(f.engine->counters()));
@@ -163,7 +147,7 @@ TEST(predictors_that_need_fitted_heads_say_so) {
 
 TEST(a_failed_prefetch_costs_nothing) {
     const Fixture f(4);
-    const std::vector<Call> calls = routing(100, 9);
+    const std::vector<Call> calls = test::routing(2, 100, 9);
     tell(f, calls);
     std::atomic<bool> broken{false};
     f.ops->plan = [&](int, size_t) -> std::optional<ssize_t> {
@@ -222,7 +206,7 @@ TEST(two_contexts_at_once) {
     std::atomic<bool> good{true};
     for (uint32_t seed : {1u, 2u}) {
         threads.emplace_back([&f, &good, seed] {
-            for (const Call &call : routing(150, seed)) {
+            for (const Call &call : test::routing(2, 150, seed)) {
                 if (!f.call(call.layer, call.ids)) good = false;
             }
         });
