@@ -20,6 +20,26 @@ def read_text(llm: llama_cpp.Llama, path: str, needed: int) -> list[int]:
     return text
 
 
+def warm_up(llm: llama_cpp.Llama, text: Sequence[int], warm: int) -> Sequence[int]:
+    """Evaluate the prompt on an empty context and decode `warm` tokens; returns the rest of the text."""
+    llm.reset()
+    llm.eval(text[:PROMPT])
+    for token in text[PROMPT : PROMPT + warm]:
+        llm.eval([token])
+    return text[PROMPT + warm :]
+
+
+def decode_on(llm: llama_cpp.Llama, tokens: Sequence[int]) -> tuple[float, list[int]]:
+    """Decode these tokens; returns the seconds it took, and the most likely token after each."""
+    best: list[int] = []
+    started = time.perf_counter()
+    for token in tokens:
+        llm.eval([token])
+        logits = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
+        best.append(int(np.argmax(np.ctypeslib.as_array(logits, shape=(llm.n_vocab(),)))))
+    return time.perf_counter() - started, best
+
+
 def decode(
     llm: llama_cpp.Llama,
     text: Sequence[int],
@@ -32,15 +52,6 @@ def decode(
 
     Returns seconds of the counted ones, and the most likely token after each.
     """
-    llm.reset()
-    llm.eval(text[:PROMPT])
-    for token in text[PROMPT : PROMPT + warm]:
-        llm.eval([token])
+    rest = warm_up(llm, text, warm)
     start()
-    best: list[int] = []
-    started = time.perf_counter()
-    for token in text[PROMPT + warm : PROMPT + warm + counted]:
-        llm.eval([token])
-        logits = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
-        best.append(int(np.argmax(np.ctypeslib.as_array(logits, shape=(llm.n_vocab(),)))))
-    return time.perf_counter() - started, best
+    return decode_on(llm, rest[:counted])

@@ -4,57 +4,74 @@ Runs, each in a fresh process: stock llama.cpp with all experts on the CPU; stoc
 on the GPU as fit (`n_cpu_moe` as small as it loads); SPICE with each placement strategy. Everything else is
 on the GPU in all of them. Prefill of real text, then decode of real text token by token (warm-up first),
 because routing decides what such a benchmark says. `--emulate` uses the emulated accelerator with the given
-speeds, and `--like PRESET` one in the proportions of that machine (device_like.py): for a model that
-`models/synth.py --like NAME --thin` made, with every expert in memory, those on the device at first that
-another part of the text used most.
+speeds.
 
-A placement can be written STRATEGY:PLACEMENT, `lru:all-fetch` for instance. The JSON has the resolved
-configuration (SPICE's plan, the versions, the arguments) beside the figures.
+`--like PRESET` uses one in the proportions of that machine (device_like.py): for a model that
+`models/synth.py --like NAME --thin` made, with every expert in memory, those on the device at first that
+another part of the text used most. Each placement then runs beside the first one named: the two take turns
+every few tokens, and the ratio of their times is what can be relied on.
+
+A placement can be written STRATEGY:PLACEMENT, `lru:all-fetch` for instance, and with `/alone` behind it to
+send nothing ahead. The JSON has the resolved configuration (SPICE's plan, the versions, the arguments) beside
+the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from worker import run_main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.device_like import awake, host_speed, likeness
+from bench.turns import Ratio, ratio, side_by_side
+from bench.worker import Job, Report, TurnWorker, WorkerEndedError, run_main
 
 WORKER = Path(__file__).with_name("device_worker.py")
 #: What `--like` compares: the default, and the choices that a table of offloading policies has.
 LIKE_PLACEMENTS = ["spice", "static", "lru:all-fetch", "on-demand:all-fetch", "all-host"]
 LEARNED = 256  #: tokens of the text's end from which the most used experts are known
-STEADY = 0.1  #: by how much the host's speed may change during a run with `--like`
 
 
-def run(job: dict[str, Any]) -> dict[str, Any] | None:
-    """One worker process; None when the model did not load (no room on the device)."""
-    done = subprocess.run([sys.executable, str(WORKER), json.dumps(job)], stdout=subprocess.PIPE, text=True)
-    if done.returncode == 3:
-        return None
-    if done.returncode != 0:
-        raise SystemExit(f"the run of {job['label']} ended with exit code {done.returncode}; see above")
-    return json.loads(done.stdout)
+def run(job: Job) -> Report | None:
+    """One worker process by itself; None when the model did not load."""
+    reports = side_by_side(WORKER, [job], job["decode"])
+    return reports[0] | dict(factor=1.0) if reports is not None else None
 
 
-def steady(job: dict[str, Any], tries: int) -> dict[str, Any] | None:
-    """A run with `--like` during which the host's speed did not change, or the last one of so many."""
-    report = run(job)
-    for _ in range(tries - 1):
-        if report is None or abs(report["host_after"] / report["host_before"] - 1) < STEADY:
-            break
-        report = run(job)
-    return report
+def learn(job: Job) -> list[tuple[int, int]]:
+    """All experts, those first that the end of the text uses most."""
+    try:
+        worker = TurnWorker([WORKER, json.dumps(job | dict(label="learning", decode=LEARNED, from_end=True))])
+        worker.ask(do="decode", tokens=LEARNED)
+        experts = worker.ask(do="uses")["experts"]
+        worker.close()
+    except WorkerEndedError as error:
+        raise SystemExit(f"learning: {error}") from None
+    return experts
 
 
-def best_n_cpu_moe(job: dict[str, Any], layers: int) -> tuple[int, dict[str, Any]] | None:
+def like(args: argparse.Namespace, jobs: Sequence[Job], types: Mapping[str, float]) -> list[Report] | None:
+    """Sides that take turns, on a device in the preset's proportion to this host as it is now."""
+    found = likeness(args.like, types)
+    emulate = asdict(found.speed)
+    reports = side_by_side(WORKER, [job | dict(emulate=emulate) for job in jobs], args.turn, beside=awake())
+    after = host_speed(types)
+    for report in reports or []:
+        report |= dict(factor=found.factor, host_before=found.host_speed, host_after=after, speed=emulate)
+    return reports
+
+
+def best_n_cpu_moe(job: Job, layers: int) -> tuple[int, Report] | None:
     """The smallest number of layers with experts on the CPU with which stock runs, by bisection."""
     low, high, best = 0, layers, None
     while low < high:
@@ -67,7 +84,7 @@ def best_n_cpu_moe(job: dict[str, Any], layers: int) -> tuple[int, dict[str, Any
     return best
 
 
-def describe(label: str, report: dict[str, Any], decode: int) -> str:
+def describe(label: str, report: Report, decode: int) -> str:
     """One line of a run, with times as on the machine that is emulated."""
     factor = report["factor"]
     parts = [f"{label:28} decode {1000 * report['decode_seconds'] / decode / factor:8.2f} ms/token"]
@@ -138,13 +155,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of all SPICE runs, in turns")
-    parser.add_argument(
-        "--tries",
-        type=int,
-        default=3,
-        metavar="N",
-        help="with --like: runs, until the host's speed is steady",
-    )
+    parser.add_argument("--turn", type=int, default=8, metavar="N", help="with --like: tokens (default 8)")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores, with --like one")
     parser.add_argument(
         "--timeline", type=Path, metavar="FOLDER", help="write a timeline of each SPICE run there"
@@ -182,18 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     core.close()
     layers = summary["n_layers"]
     common = dict(model=str(args.model), threads=args.threads, text=str(args.text), prefills=args.prefills,
-                  warm=args.warm, decode=args.decode, vram="0", ram=args.ram, placement="spice",
-                  emulate=json.loads(args.emulate) if args.emulate else None)  # fmt: skip
+                  warm=args.warm, decode=args.decode, vram="0", ram=args.ram, placement="spice", kind="spice",
+                  from_end=False, emulate=json.loads(args.emulate) if args.emulate else None)  # fmt: skip
     if args.like:
         if not hardware.load(args.like).has_device:
             print(f"{args.like} has no GPU", file=sys.stderr)
             return 2
-        common |= dict(like=args.like, types=summary["expert_bytes_by_type"])
-        learned = run(common | dict(kind="learn", label="learning", decode=LEARNED))
-        common |= dict(fill=learned["experts"] if learned else [])
+        common |= dict(fill=learn(common))
     results: list[dict[str, Any]] = []
 
-    def keep(label: str, report: dict[str, Any] | None, **settings: Any) -> None:
+    def keep(label: str, report: Report | None, **settings: Any) -> None:
         results.append({"label": label, **settings, "report": report})
         if not args.json:
             failed = f"{label:28} did not load"
@@ -205,15 +214,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         best = best_n_cpu_moe(stock, layers)
         if best is not None:
             keep(f"stock, n_cpu_moe {best[0]} (best)", best[1], n_cpu_moe=best[0])
-    for vram, placement in [(v, p) for _ in range(args.rounds) for v in args.vram for p in args.placements]:
+
+    def job(vram: str, placement: str) -> Job:
+        whole, _, alone = placement.partition("/")
+        strategy, _, name = whole.rpartition(":")
         label = f"SPICE {placement}" + (f" {vram}" if len(args.vram) > 1 else "")
-        strategy, _, name = placement.rpartition(":")
-        job = common | dict(kind="spice", label=label, vram=vram, placement=name, strategy=strategy)
+        job = common | dict(label=label, vram=vram, placement=name, strategy=strategy)
         if args.timeline:
             args.timeline.mkdir(exist_ok=True)
-            file = f"{placement}-{vram}.json".replace(":", "-").replace("%", "")
+            file = f"{placement}-{vram}.json".replace(":", "-").replace("/", "-").replace("%", "")
             job["timeline"] = str(args.timeline / file)
-        keep(label, steady(job, args.tries) if args.like else run(job), vram=vram, placement=placement)
+        return job | dict(prefetch=not alone)
+
+    ratios: dict[str, list[Ratio]] = {}
+    for _, vram in itertools.product(range(args.rounds), args.vram):
+        if not args.like:
+            for placement in args.placements:
+                one = job(vram, placement)
+                keep(one["label"], run(one), vram=vram, placement=placement)
+            continue
+        first, *others = (job(vram, placement) for placement in args.placements)
+        for sides in [[first, other] for other in others] or [[first]]:
+            reports = like(args, sides, summary["expert_bytes_by_type"])
+            for one, report in zip(sides, reports or [None] * len(sides), strict=True):
+                keep(one["label"], report, vram=vram, beside=[side["label"] for side in sides])
+            if reports is None or len(sides) == 1:
+                continue
+            found = ratio(reports[0]["turns"], reports[1]["turns"])
+            ratios.setdefault(sides[1]["label"], []).append(found)
+            if not args.json:
+                print(f"  {sides[0]['label']} / {sides[1]['label']}: {found}")
     medians = median_times(results, args.decode)
     if args.rounds > 1 and not args.json:
         for label, milliseconds in medians.items():
@@ -228,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "versions": versions(),
                     "results": results,
                     "median_ms_per_token": medians,
+                    "ratios": {label: [asdict(one) for one in found] for label, found in ratios.items()},
                     "same_tokens": same,
                 },
                 indent=2,

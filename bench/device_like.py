@@ -5,9 +5,10 @@ stands for the preset's whole CPU, since the emulator needs a core of its own, a
 slower by the same factor: times divided by it are those of the preset's machine. What is not slowed down is
 what SPICE and llama.cpp do beside the experts' products, which counts less than it would.
 
-A shared machine is slower in one minute than in the next: every run measures its own factor, and the host's
-speed once more at its end. The emulator's core is kept awake: one that sleeps in a virtual machine takes 50
-to 100 us to wake up, for each of several hand-overs per layer.
+A shared machine is slower in one minute than in the next: sides are compared that take turns every few
+tokens (turns.py), with one factor for both, which every comparison measures anew, and the host's speed once
+more at its end. The emulator's core is kept awake: one that sleeps in a virtual machine takes 50 to 100 us to
+wake up, for each of several hand-overs per layer.
 
 Products by experts on the device take their time and give zeros (cpp/emulator/emulator.h), so a model is
 needed whose routing hardly depends on them: `models/synth.py --like NAME --thin`.
@@ -25,7 +26,9 @@ from typing import Any
 
 from bench.device_emulator import Speed
 
-SECONDS = 0.8  #: for which the host's speed is measured
+SECONDS = 0.8  #: for which the host's speed is measured at a time
+AGREE = 0.05  #: by how much two such measurements in a row may differ
+TRIES = 12
 BYTES = 512 << 20
 PATIENCE = 0.5  #: seconds without a new expert after which no more are expected
 
@@ -40,7 +43,20 @@ class Likeness:
 
 
 def host_speed(types: Mapping[str, float]) -> float:
-    """Bytes per second that one thread multiplies of experts of these types: {type: bytes}."""
+    """Bytes per second that one thread multiplies of experts of these types: {type: bytes}.
+
+    Measured until two in a row agree: a neighbour's work of a moment would be taken for the machine's speed.
+    """
+    last = one_host_speed(types)
+    for _ in range(TRIES):
+        before, last = last, one_host_speed(types)
+        if abs(last / before - 1.0) < AGREE:
+            break
+    return last
+
+
+def one_host_speed(types: Mapping[str, float]) -> float:
+    """As :func:`host_speed`, measured once."""
     from spice_moe import _core
 
     total = sum(types.values())

@@ -1,23 +1,25 @@
-"""One run of bench/device.py: `device_worker.py JSON`. Prints JSON; exits with 3 when nothing loads."""
+"""One side of bench/device.py: `device_worker.py JSON`, driven over its pipes (worker.TurnWorker).
+
+The first answer comes when the model is loaded and warm; the exit code is 3 when it does not load.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
-from decoding import PROMPT, decode, read_text
+from decoding import PROMPT, decode_on, read_text, warm_up
+from worker import take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.device_emulator import Emulator, Speed, library_path
-from bench.device_like import awake, everything, fill, host_speed, likeness
+from bench.device_like import everything, fill
 
 
 class _Override(ctypes.Structure):
@@ -79,8 +81,6 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
         verbose=False,
         seed=1,
     )
-    if job["kind"] == "learn":
-        job = job | dict(vram="0")
     if job["kind"] == "stock":
         return StockWithExpertsOnCpu(job["model"], job["n_cpu_moe"], **options)
     from spice_moe import Llama
@@ -91,68 +91,84 @@ def load(job: dict[str, Any]) -> llama_cpp.Llama:
         vram_budget=job["vram"],
         placement=job["placement"],
         strategy=job.get("strategy") or None,
+        prefetch=job.get("prefetch", True),
         preload="fill" not in job,
         timeline=job.get("timeline"),
         **options,
     )
 
 
+class Side:
+    """A model that is loaded and warm, and what it measures of itself."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._emulator = None
+        if job["emulate"] is not None:
+            self._emulator = Emulator(library_path())
+            self._emulator.configure(Speed(**job["emulate"]))
+        started = time.perf_counter()
+        self._llm = load(job)
+        self._spice = getattr(self._llm, "spice", None)
+        self.loaded: dict[str, Any] = {"load_seconds": time.perf_counter() - started, "prefill": {}}
+        self._joules: dict[str, float] = {}
+        text = read_text(
+            self._llm, job["text"], max([*job["prefills"], PROMPT + job["warm"] + job["decode"]])
+        )
+        if "fill" in job and self._spice is not None:
+            fill(self._spice._core, job["fill"])
+        for length in job["prefills"]:
+            self._llm.reset()
+            started = time.perf_counter()
+            self._llm.eval(text[:length])
+            self.loaded["prefill"][str(length)] = time.perf_counter() - started
+        self._rest = list(
+            text[-job["decode"] :] if job["from_end"] else warm_up(self._llm, text, job["warm"])
+        )
+        if self._spice is not None:
+            self._spice.reset_stats()
+        if self._emulator is not None:
+            self._emulator.reset_counters()
+
+    def decode(self, tokens: int) -> dict[str, Any]:
+        """The text's next tokens."""
+        now, self._rest = self._rest[:tokens], self._rest[tokens:]
+        before = energy()
+        seconds, best = decode_on(self._llm, now)
+        for name, joules in energy().items():
+            self._joules[name] = self._joules.get(name, 0.0) + joules - before.get(name, joules)
+        return {"seconds": seconds, "best": best}
+
+    def report(self) -> dict[str, Any]:
+        """What the decoding so far was made of."""
+        report: dict[str, Any] = {"joules": self._joules}
+        if self._spice is not None:
+            stats = self._spice.stats()
+            report["plan"] = stats.pop("plan")
+            report["counters"] = stats
+        if self._emulator is not None:
+            report["device"] = self._emulator.counters()
+        return report
+
+    def uses(self) -> dict[str, Any]:
+        """All experts, those first that the tokens so far used most."""
+        assert self._spice is not None
+        return {"experts": everything(self._spice._core.uses())}
+
+    def close(self) -> None:
+        """Free the model; writes the timeline."""
+        self._llm.close()
+
+
 def main() -> int:
-    """Run the job of argv[1]; see the parent for its fields."""
+    """Serve requests for the job of argv[1] until stdin ends; see the parent for its fields."""
     job: dict[str, Any] = json.loads(sys.argv[1])
-    emulator = None
-    report: dict[str, Any] = {"factor": 1.0, "prefill": {}}
-    if job["emulate"] is not None:
-        emulator = Emulator(library_path())
-        emulator.configure(Speed(**job["emulate"]))
-    elif "like" in job:
-        emulator = Emulator(library_path())
-        like = likeness(job["like"], job["types"])
-        emulator.configure(like.speed)
-        report |= dict(factor=like.factor, host_before=like.host_speed, speed=asdict(like.speed))
-    started = time.perf_counter()
     try:
-        llm = load(job)
+        side = Side(job)
     except (ValueError, MemoryError) as error:
         print(f"{job['label']}: {error}", file=sys.stderr)
         return 3
-    report["load_seconds"] = time.perf_counter() - started
-    warm, counted = job["warm"], job["decode"]
-    text = read_text(llm, job["text"], max([*job["prefills"], PROMPT + warm + counted]))
-    if job["kind"] == "learn":
-        decode(llm, text[-counted:], 0, counted - PROMPT)
-        print(json.dumps(dict(experts=everything(llm.spice._core.uses()))))  # type: ignore[attr-defined]
-        llm.close()
-        return 0
-    if "fill" in job and job["kind"] == "spice":
-        fill(llm.spice._core, job["fill"])  # type: ignore[attr-defined]
-    for length in job["prefills"]:
-        llm.reset()
-        started = time.perf_counter()
-        llm.eval(text[:length])
-        report["prefill"][str(length)] = time.perf_counter() - started
-    before: dict[str, float] = {}
-
-    def start() -> None:
-        if job["kind"] == "spice":
-            llm.spice.reset_stats()  # type: ignore[attr-defined]
-        if emulator is not None:
-            emulator.reset_counters()
-        before.update(energy())
-
-    with awake() if "like" in job else contextlib.nullcontext():
-        report["decode_seconds"], report["best"] = decode(llm, text, warm, counted, start=start)
-    report["joules"] = {name: joules - before[name] for name, joules in energy().items() if name in before}
-    if job["kind"] == "spice":
-        stats = llm.spice.stats()  # type: ignore[attr-defined]
-        report["plan"] = stats.pop("plan")
-        report["counters"] = stats
-    if emulator is not None:
-        report["device"] = emulator.counters()
-    llm.close()
-    if "like" in job:
-        report["host_after"] = host_speed(job["types"])
-    print(json.dumps(report))
+    take_turns(side.loaded, {"decode": side.decode, "report": side.report, "uses": side.uses})
+    side.close()
     return 0
 
 

@@ -14,13 +14,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from worker import TurnWorker
 
 WORKER = Path(__file__).with_name("vs_stock_worker.py")
 PREFILLS = (64, 256)
@@ -29,42 +30,9 @@ SETTLE_S = (
 )
 
 
-class Worker:
-    """One worker process. Requests and answers are JSON lines on its pipes."""
-
-    def __init__(self, kind: str, model: Path, args: argparse.Namespace) -> None:
-        command = [sys.executable, str(WORKER), kind, str(model), str(args.threads), str(args.seed)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.loaded = self._answer()
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer. Raises RuntimeError if the worker ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a worker ended with exit code {self._process.wait()}; see its message above")
-        return json.loads(line)
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the process has used, all threads; 0 where there is no /proc."""
-        try:
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def close(self) -> None:
-        """End the process and wait for it."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait()
+def start(kind: str, model: Path, args: argparse.Namespace) -> TurnWorker:
+    """The worker of one side, with its model loaded."""
+    return TurnWorker([WORKER, kind, model, str(args.threads), str(args.seed)])
 
 
 @dataclass
@@ -93,7 +61,7 @@ def measure_loads(model: Path, args: argparse.Namespace) -> tuple[Series, dict[s
     series, last = Series(tokens=1), {}
     for number in range(args.load_rounds + 1):
         for kind in ("spice", args.plain) if number % 2 else (args.plain, "spice"):
-            worker = Worker(kind, model, args)
+            worker = start(kind, model, args)
             worker.close()
             if number == 0:
                 continue  # fills the page cache
@@ -105,7 +73,7 @@ def measure_loads(model: Path, args: argparse.Namespace) -> tuple[Series, dict[s
 
 def measure_turns(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The rounds; see the module's text."""
-    workers = {"spice": Worker("spice", model, args), "plain": Worker(args.plain, model, args)}
+    workers = {"spice": start("spice", model, args), "plain": start(args.plain, model, args)}
     try:
         # SPICE's own greedy text is what both decode, so that both need the same experts.
         text = workers["spice"].ask(do="greedy", tokens=args.decode)["ids"]

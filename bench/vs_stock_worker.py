@@ -8,7 +8,6 @@ them the process blocks in a read.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
+from worker import take_turns
 
 CONTEXT = 512
 
@@ -120,10 +120,7 @@ def main(argv: list[str]) -> int:
     kind, path, threads, seed = argv
     side = Side(kind, path, int(threads), int(seed))
     tasks = {"greedy": side.greedy, "turn": side.turn, "stats": side.stats}
-    print(json.dumps(side.loaded), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(tasks[request.pop("do")](**request)), flush=True)
+    take_turns(side.loaded, tasks)
     side.llm.close()
     return 0
 

@@ -46,12 +46,14 @@ def test_like_a_machine(tmp_path: Path) -> None:
     """In the proportions of a preset, with products by experts that take their time and are not computed."""
     small = dict(embd=256, ff=256, layers=3, file_type="Q5_K_M")
     model = make_like("deepseek-v2-lite", tmp_path / "m.gguf", thin=True, **small)
-    options = ["--like", "rtx4060", "--vram", "25%", "--ram", "100%", "--no-stock", "--tries", "1", "--json"]
+    options = ["--like", "rtx4060", "--vram", "25%", "--ram", "100%", "--no-stock", "--turn", "3", "--json"]
     options += ["--decode", "8", "--warm", "4", "--placements", "spice", "static", "lru:all-fetch"]
     done = subprocess.run([sys.executable, str(BENCH), str(model), *options], check=True, capture_output=True)
     report = json.loads(done.stdout)
     runs = {result["label"]: result["report"] for result in report["results"]}
     assert list(runs) == ["SPICE spice", "SPICE static", "SPICE lru:all-fetch"]
+    assert [len(run["turns"]) for run in runs.values()] == [3, 3, 3] and len(runs["SPICE spice"]["best"]) == 8
+    assert all(report["ratios"][label][0]["ratio"] > 0 for label in list(runs)[1:])
     static, lru = runs["SPICE static"], runs["SPICE lru:all-fetch"]
     assert static["counters"]["upload_bytes"] == 0, "what the text used most is there already"
     assert static["counters"]["device_hits"] > 0 == static["counters"]["device_fetched"]
