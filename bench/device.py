@@ -62,10 +62,12 @@ def learn(job: Job) -> list[tuple[int, int]]:
 
 def like(args: argparse.Namespace, jobs: Sequence[Job], types: Mapping[str, float]) -> list[Report] | None:
     """Sides that take turns, on a device in the preset's proportion to this host as it is now."""
-    found = likeness(args.like, types)
+    with awake():
+        found = likeness(args.like, types)
     emulate = asdict(found.speed)
     reports = side_by_side(WORKER, [job | dict(emulate=emulate) for job in jobs], args.turn, beside=awake())
-    after = host_speed(types)
+    with awake():
+        after = host_speed(types)
     for report in reports or []:
         report |= dict(factor=found.factor, host_before=found.host_speed, host_after=after, speed=emulate)
     return reports
@@ -155,7 +157,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--decode", type=int, default=64, metavar="N", help="counted decoded tokens")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of all SPICE runs, in turns")
-    parser.add_argument("--turn", type=int, default=8, metavar="N", help="with --like: tokens (default 8)")
+    parser.add_argument("--turn", type=int, default=16, metavar="N", help="with --like: tokens (default 16)")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores, with --like one")
     parser.add_argument(
         "--timeline", type=Path, metavar="FOLDER", help="write a timeline of each SPICE run there"
@@ -194,7 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = summary["n_layers"]
     common = dict(model=str(args.model), threads=args.threads, text=str(args.text), prefills=args.prefills,
                   warm=args.warm, decode=args.decode, vram="0", ram=args.ram, placement="spice", kind="spice",
-                  from_end=False, emulate=json.loads(args.emulate) if args.emulate else None)  # fmt: skip
+                  from_end=False, apart=args.like is not None,
+                  emulate=json.loads(args.emulate) if args.emulate else None)  # fmt: skip
     if args.like:
         if not hardware.load(args.like).has_device:
             print(f"{args.like} has no GPU", file=sys.stderr)

@@ -7,8 +7,9 @@ what SPICE and llama.cpp do beside the experts' products, which counts less than
 
 A shared machine is slower in one minute than in the next: sides are compared that take turns every few
 tokens (turns.py), with one factor for both, which every comparison measures anew, and the host's speed once
-more at its end. The emulator's core is kept awake: one that sleeps in a virtual machine takes 50 to 100 us to
-wake up, for each of several hand-overs per layer.
+more at its end. The host's experts have a core for themselves, the same one in all processes. The emulator's
+core is kept awake: one that sleeps in a virtual machine takes 50 to 100 us to wake up, for each of several
+hand-overs per layer.
 
 Products by experts on the device take their time and give zeros (cpp/emulator/emulator.h), so a model is
 needed whose routing hardly depends on them: `models/synth.py --like NAME --thin`.
@@ -17,11 +18,14 @@ needed whose routing hardly depends on them: `models/synth.py --like NAME --thin
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.device_emulator import Speed
@@ -47,11 +51,12 @@ def host_speed(types: Mapping[str, float]) -> float:
 
     Measured until two in a row agree: a neighbour's work of a moment would be taken for the machine's speed.
     """
-    last = one_host_speed(types)
-    for _ in range(TRIES):
-        before, last = last, one_host_speed(types)
-        if abs(last / before - 1.0) < AGREE:
-            break
+    with on_first_processor():
+        last = one_host_speed(types)
+        for _ in range(TRIES):
+            before, last = last, one_host_speed(types)
+            if abs(last / before - 1.0) < AGREE:
+                break
     return last
 
 
@@ -91,12 +96,50 @@ def likeness(preset: str, types: Mapping[str, float]) -> Likeness:
     return Likeness(factor, host, speed)
 
 
-_BUSY = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+def set_apart() -> None:
+    """This thread alone on the first processor, the process's others (the emulator's) on the rest.
+
+    Does nothing where there is one processor, or a system that does not say.
+    """
+    tasks = Path("/proc/self/task")
+    if not hasattr(os, "sched_setaffinity") or not tasks.exists():
+        return
+    first, *rest = sorted(os.sched_getaffinity(0))
+    if not rest:
+        return
+    for task in tasks.iterdir():
+        own = int(task.name) == threading.get_native_id()
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), {first} if own else rest)
+
+
+@contextlib.contextmanager
+def on_first_processor() -> Iterator[None]:
+    """Where :func:`set_apart` puts the thread that computes."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+_BUSY = """import os
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[1:] or os.sched_getaffinity(0))
+while True: pass"""
 
 
 @contextlib.contextmanager
 def awake() -> Iterator[None]:
-    """No core goes to sleep: a process that gives way to every other one keeps them busy."""
+    """The emulator's core does not go to sleep: a process that gives way to every other one keeps it busy.
+
+    Only there: beside a thread that computes it would not run, and what it costs the other core (they may be
+    two halves of one) would come and go.
+    """
     process = subprocess.Popen([sys.executable, "-c", _BUSY])
     try:
         yield

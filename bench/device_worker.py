@@ -19,7 +19,7 @@ from worker import take_turns
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.device_emulator import Emulator, Speed, library_path
-from bench.device_like import everything, fill
+from bench.device_like import everything, fill, set_apart
 
 
 class _Override(ctypes.Structure):
@@ -121,6 +121,8 @@ class Side:
             started = time.perf_counter()
             self._llm.eval(text[:length])
             self.loaded["prefill"][str(length)] = time.perf_counter() - started
+        if job["apart"]:
+            set_apart()
         self._rest = list(
             text[-job["decode"] :] if job["from_end"] else warm_up(self._llm, text, job["warm"])
         )

@@ -25,6 +25,7 @@ _FALLBACK = {
     GGMLType.Q4_K: GGMLType.Q5_0,
     GGMLType.Q5_K: GGMLType.Q5_1,
     GGMLType.Q6_K: GGMLType.Q8_0,
+    GGMLType.IQ3_S: GGMLType.IQ4_NL,
     GGMLType.IQ4_XS: GGMLType.IQ4_NL,
 }
 
@@ -43,6 +44,7 @@ _FTYPE = {
     "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
     "Q5_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_S,
     "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+    "IQ3_S": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ3_S,
     "IQ4_NL": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_NL,
     "IQ4_XS": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
     "MXFP4": llama_cpp.LLAMA_FTYPE_MOSTLY_MXFP4_MOE,
