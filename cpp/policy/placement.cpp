@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
+#include <cmath>
 
 namespace spice::policy {
 
@@ -47,33 +48,43 @@ void host_order(const PlacementCall &call, std::span<const Place> places, std::v
     sort_jobs(call, order);
 }
 
+int32_t fetches_per_launch(const PlacementCosts &costs, uint64_t slab_bytes, int32_t n) {
+    constexpr double launches_per_transfer = 4.0;
+    const double worth = std::ceil(launches_per_transfer * costs.device_call / costs.transfer(slab_bytes));
+    return static_cast<int32_t>(std::clamp(worth, 1.0, std::max(1.0, static_cast<double>(n))));
+}
+
 double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::span<const Place> places,
                    std::vector<int32_t> &order) {
     assert(call.rows.size() == places.size() && call.on_device.size() == places.size());
-    // Two passes for the device: what it has already, then what still comes on the link.
     double device = call.device_queued;
+    double resident = 0.0; // compute time of what is there
+    double late = 0.0;     // and of experts whose transfer is under way
     double landing = 0.0;
-    double late = 0.0; // compute time of experts whose transfer is under way
-    bool on_device = false;
     for (size_t i = 0; i < places.size(); ++i) {
-        if (places[i] == Place::fetch) on_device = true;
         if (places[i] != Place::device) continue;
-        on_device = true;
         if (call.on_device[i] <= 0.0) {
-            device += costs.device.at(call.rows[i]);
+            resident += costs.device.at(call.rows[i]);
         } else {
             landing = std::max(landing, call.on_device[i]);
             late += costs.device.at(call.rows[i]);
         }
     }
-    if (on_device) device += costs.device_call;
-    if (late > 0.0) device = std::max(device, landing) + late;
+    if (resident > 0.0) device += costs.device_call + resident;
+    if (late > 0.0) device = std::max(device, landing) + costs.device_call + late;
     fetch_order(call, places, order);
+    const bool on_device = resident > 0.0 || late > 0.0 || !order.empty();
+    const auto per_launch = static_cast<size_t>(
+        fetches_per_launch(costs, call.slab_bytes, static_cast<int32_t>(order.size())));
     double link = call.link_queued;
-    for (const int32_t job : order) {
-        const size_t i = static_cast<size_t>(job);
-        link = std::max(link, call.memory_at(i)) + costs.transfer(call.slab_bytes);
-        device = std::max(device, link) + costs.device.at(call.rows[i]);
+    for (size_t first = 0; first < order.size(); first += per_launch) {
+        double takes = costs.device_call;
+        for (const int32_t job : std::span(order).subspan(first, std::min(per_launch, order.size() - first))) {
+            const auto i = static_cast<size_t>(job);
+            link = std::max(link, call.memory_at(i)) + costs.transfer(call.slab_bytes);
+            takes += costs.device.at(call.rows[i]);
+        }
+        device = std::max(device, link) + takes;
     }
     host_order(call, places, order);
     double host = call.host_queued + (order.empty() ? 0.0 : costs.host_call);

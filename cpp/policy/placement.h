@@ -38,7 +38,7 @@ struct ExpertCost {
 struct PlacementCosts {
     ExpertCost device;         ///< one expert on the device, without the transfer
     ExpertCost host;           ///< one expert on the host, all its threads together
-    double device_call = 0.0;  ///< once per call that computes anything on the device
+    double device_call = 0.0;  ///< once per launch on the device, see finish_time()
     double host_call = 0.0;    ///< once per call that computes anything on the host: 2 H rows / B, and waits
     double link_latency = 0.0; ///< of one slab's transfer
     double link_bandwidth = 1e9; ///< bytes per second from host to device
@@ -92,9 +92,13 @@ void fetch_order(const PlacementCall &call, std::span<const Place> places, std::
 /// The experts that the host computes, in the same order.
 void host_order(const PlacementCall &call, std::span<const Place> places, std::vector<int32_t> &order);
 
-/// When the call is done: the device computes what it has, then each fetched expert as it arrives in
-/// fetch_order(); the host computes its own one after the other meanwhile, most rows first. `order` is
-/// scratch.
+/// How many of n fetched experts one launch computes: as many as make their transfer a few times as long as
+/// the launch. At least 1.
+[[nodiscard]] int32_t fetches_per_launch(const PlacementCosts &costs, uint64_t slab_bytes, int32_t n);
+
+/// When the call is done. The device computes in launches, one behind the other: what it has; what is on its
+/// way, when the last of it is there; then what is fetched, in fetch_order(), fetches_per_launch() at a time.
+/// The host computes its own one after the other meanwhile, most rows first. `order` is scratch.
 [[nodiscard]] double finish_time(const PlacementCall &call, const PlacementCosts &costs,
                                  std::span<const Place> places, std::vector<int32_t> &order);
 

@@ -8,13 +8,6 @@
 
 namespace spice {
 
-namespace {
-
-// A chunk is worth a launch of its own when its transfer takes a few times as long as that.
-constexpr double launches_per_transfer = 4.0;
-
-} // namespace
-
 void DeviceCall::begin(DeviceTier &tier, int32_t group_id, std::span<const int32_t> ids) {
     {
         Engine &engine = tier.engine_;
@@ -148,9 +141,8 @@ void DeviceCall::fetch(const Asked &asked, std::span<const int32_t> order) {
         if (there) wanted.push_back(i);
     }
     if (wanted.empty()) return;
-    const double transfer = asked.costs.transfer(asked.slab_bytes);
-    const double worth = std::ceil(launches_per_transfer * asked.costs.device_call / transfer);
-    const auto per_chunk = static_cast<size_t>(std::clamp(worth, 1.0, static_cast<double>(wanted.size())));
+    const auto per_chunk = static_cast<size_t>(
+        policy::fetches_per_launch(asked.costs, asked.slab_bytes, static_cast<int32_t>(wanted.size())));
     // A scan of the layer, as the eviction strategies know it, leaves the pool as it is.
     const bool scan = asked.n_rows > static_cast<size_t>(numbers.top_k) &&
                       (2 * asked.experts.size() >= static_cast<size_t>(of.n_expert) ||

@@ -303,27 +303,29 @@ class Simulator {
         const EngineSpec &main = machine_.has_device ? machine_.device : machine_.host;
         const policy::ExpertCost main_cost = main.cost(bytes);
         double &main_busy = machine_.has_device ? result_.device_busy : result_.host_busy;
-        double at = now_ + main.call + shared_in_call(call.n_rows);
+        double at = now_ + shared_in_call(call.n_rows);
+        const double launch = machine_.has_device ? main.call : 0.0;
+        if (!machine_.has_device) at += main.call;
         bool any = false;
-        const auto on_main = [&](size_t i, double arrives) {
-            at = std::max(at, arrives);
+        const auto on_main = [&](size_t i) {
             double takes = main_cost.at(call.rows[i]);
             if (!machine_.has_device) takes *= slowed(at);
             at += takes;
             main_busy += takes;
             any = true;
+            tiers_.done_in_fast({call.group, call.experts[i]}, at);
         };
         late_.clear();
+        bool resident = false;
         for (size_t i = 0; i < places_.size(); ++i) {
             if (places_[i] != Place::device) continue;
-            const SlabId id{call.group, call.experts[i]};
-            const double arrives = tiers_.fast().arrives(id);
+            const double arrives = tiers_.fast().arrives({call.group, call.experts[i]});
             if (arrives > now_) {
                 late_.push_back({arrives, i});
-            } else {
-                on_main(i, arrives);
-                tiers_.done_in_fast(id, at);
+                continue;
             }
+            if (!std::exchange(resident, true)) at += launch;
+            on_main(i);
         }
         const policy::PlacementCall order{.rows = call.rows,
                                           .on_device = on_device_,
@@ -332,10 +334,17 @@ class Simulator {
         policy::fetch_order(order, places_, fetches_);
         policy::host_order(order, places_, hosts_);
         std::sort(late_.begin(), late_.end());
+        if (machine_.has_device && !late_.empty()) at = std::max(at, late_.back().first) + launch;
         for (const auto &[arrives, i] : late_) {
-            on_main(i, arrives);
-            tiers_.done_in_fast({call.group, call.experts[i]}, at);
+            at = std::max(at, arrives);
+            on_main(i);
         }
+        size_t per_launch = 1;
+        if (machine_.has_device) { // and not more of a small pool than the runtime takes
+            const int32_t most = std::min(static_cast<int32_t>(fetches_.size()), std::max(o_.slots / 4, 1));
+            per_launch = static_cast<size_t>(policy::fetches_per_launch(costs_, order.slab_bytes, most));
+        }
+        landed_.clear(); // of the launch that is being filled
         // Reads from the file serve both sides in turn.
         double host = now_ + (hosts_.empty() ? 0.0 : machine_.host.call);
         for (size_t n = 0; n < std::max(fetches_.size(), hosts_.size()); ++n) {
@@ -345,8 +354,12 @@ class Simulator {
                 const double in_memory = tiers_.to_memory(id, now_);
                 const double arrives = tiers_.to_fast(id, now_, in_memory);
                 if (tiers_.bounded_memory()) tiers_.done_in_memory(id, arrives);
-                on_main(i, arrives);
-                tiers_.done_in_fast(id, at);
+                landed_.push_back(i);
+                if (landed_.size() == per_launch || n + 1 == fetches_.size()) {
+                    at = std::max(at, arrives) + launch;
+                    std::ranges::for_each(landed_, on_main);
+                    landed_.clear();
+                }
             }
             if (n < hosts_.size()) {
                 const size_t i = static_cast<size_t>(hosts_[n]);
@@ -465,6 +478,7 @@ class Simulator {
     std::vector<double> in_memory_;
     std::vector<Place> places_;
     std::vector<std::pair<double, size_t>> late_;
+    std::vector<size_t> landed_;
     static constexpr size_t n_parts = 3; ///< of an expert: gate, up, down
     struct Arriving {
         size_t expert = 0; ///< of the call
