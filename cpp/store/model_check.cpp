@@ -338,9 +338,10 @@ class Check {
         const bool absorbed = latent > 0 && number("attention.key_length_mla").value_or(0) > 0;
         const bool as_deepseek =
             arch_ == "deepseek2" || arch_ == "deepseek32" || arch_ == "glm-dsa" || arch_ == "mistral4";
-        if (absorbed && as_deepseek && head != latent + *turned) {
+        if (absorbed && as_deepseek && head - *turned != latent) { // not their sum: a lying rank overflows it
             return refuse_key("attention.key_length", head,
-                              "kv_lora_rank + rope.dimension_count, " + std::to_string(latent + *turned));
+                              "kv_lora_rank + rope.dimension_count, " + std::to_string(latent) + " + " +
+                                  std::to_string(*turned));
         }
         return {};
     }
