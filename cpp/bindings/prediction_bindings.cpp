@@ -308,14 +308,6 @@ void bind_prediction(py::module_ &m) {
                py::arg("selection_bias") = Array<float>(0), py::arg("n_expert_groups") = 1,
                py::arg("n_groups_used") = 1,
                "Scores in the order of the model's choice; see cpp/policy/gating.h.");
-    policy.def(
-        "softmax",
-        [](const Array<float> &scores) {
-            py::array_t<float> out(scores.size());
-            policy::softmax(view(scores), out_view(out));
-            return out;
-        },
-        py::arg("scores"));
     policy.def("predictor_names", [] { return to_list(policy::predictor_names()); });
     py::class_<CheckedPredictor>(policy, "Predictor", "See cpp/policy/predictor.h.")
         .def(py::init([](const std::string &name, int32_t n_groups, int32_t n_experts, int32_t top_k,

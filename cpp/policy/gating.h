@@ -43,7 +43,4 @@ struct Gating {
 void ranking_scores(const Gating &gating, std::span<const float> raw, std::span<const float> router_bias,
                     std::span<const float> selection_bias, std::span<float> out);
 
-/// out = softmax(scores), [n_experts]; scores of -infinity get 0. All zero when no score is finite.
-void softmax(std::span<const float> scores, std::span<float> out);
-
 } // namespace spice::policy

@@ -51,7 +51,7 @@ double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::
                    std::vector<int32_t> &order) {
     assert(call.rows.size() == places.size() && call.on_device.size() == places.size());
     // Two passes for the device: what it has already, then what still comes on the link.
-    double device = call.device_queued;
+    double device = 0.0;
     double landing = 0.0;
     double late = 0.0; // compute time of experts whose transfer is under way
     bool on_device = false;
@@ -76,7 +76,7 @@ double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::
         device = std::max(device, link) + costs.device.at(call.rows[i]);
     }
     host_order(call, places, order);
-    double host = call.host_queued + (order.empty() ? 0.0 : costs.host_call);
+    double host = costs.host_call;
     for (const int32_t job : order) {
         const size_t i = static_cast<size_t>(job);
         host = std::max(host, call.memory_at(i)) + costs.host.at(call.rows[i]);

@@ -95,7 +95,6 @@ struct Counters {
 struct EngineOptions {
     int64_t expert_used = 0;   ///< the user's override of expert_used_count, 0 for none
     int32_t io_threads = 0;    ///< reads in flight; 0 tunes it
-    uint64_t ram_budget = 0;   ///< bytes for slots; 0: room for every expert
     std::string eviction = {}; ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;
     PrefetchOptions prefetch = {};

@@ -50,7 +50,6 @@ class Simulator {
                             : policy::make_strategy(o_.strategy, pool_);
         predictor_ = make_predictor(*strategy);
         tiers_.begin_life(std::move(strategy));
-        horizon_ = tiers_.strategy().horizon();
         if (o_.profile.empty()) return;
         std::vector<SlabId> start;
         tiers_.strategy().start_with(o_.profile, start);
@@ -453,7 +452,6 @@ class Simulator {
     std::unique_ptr<policy::Predictor> predictor_;
     RecordedPredictor *recorded_ = nullptr; ///< predictor_, if it is that one
     std::vector<float> recall_;
-    int32_t horizon_ = 0;
     double now_ = 0.0;
     double layer_seconds_ = 0.0;
     double waited_ = 0.0;     ///< seconds of the present layer call in which the host had nothing to compute

@@ -155,7 +155,6 @@ bool find_alignment(GgufReader &in, const Header &header, uint64_t &alignment) {
 bool place_tensors(GgufReader &in, Header &header, uint64_t alignment) {
     const uint64_t size = in.size();
     const uint64_t padded = (in.position() + alignment - 1) / alignment * alignment;
-    header.file.data_offset = std::min(padded, size);
     for (GgufTensor &tensor : header.tensors) {
         const std::string name = "tensor " + shown(tensor.name);
         if (tensor.offset % alignment != 0) {

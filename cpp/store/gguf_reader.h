@@ -32,7 +32,6 @@ class GgufReader {
     [[nodiscard]] uint64_t size() const { return size_; }
     [[nodiscard]] uint64_t position() const { return window_at_ + cursor_; }
     [[nodiscard]] uint64_t remaining() const { return size_ - position(); }
-    [[nodiscard]] const std::string &name() const { return name_; }
 
     /// Keeps the first error. The message gets the file's name in front. Returns false.
     bool fail(Code code, const std::string &what);
