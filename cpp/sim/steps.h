@@ -1,6 +1,6 @@
 // From recorded routing to layer calls: the experts of a batch, and the steps of speculative decoding.
 //
-// Who calls: the Simulator. One object per run; no errors.
+// Who calls: the Simulator and the replay. One object per run; no errors.
 #pragma once
 
 #include "policy/strategy.h"
