@@ -1,5 +1,5 @@
-// `all-fetch`, `adapmoe`: the device computes every expert; what neither its pool nor a prefetch has brought is
-// fetched.
+// `all-fetch`, `adapmoe`: the device computes every expert; what neither its pool nor a prefetch has brought
+// is fetched.
 //
 // Sources: on-demand offloading, the naive baseline of every paper here, and Mixtral-Offloading (Eliseev and
 // Mazur, arXiv 2312.17238); AdapMoE (arXiv 2408.10284) and its code, which has no CPU path. AdapMoE's three

@@ -1,4 +1,5 @@
-// SplitMix64 (Steele, Lea and Flood 2014), so that no library's generator matters: the same numbers everywhere.
+// SplitMix64 (Steele, Lea and Flood 2014), so that no library's generator matters: the same numbers
+// everywhere.
 #pragma once
 
 #include <cstdint>

@@ -22,8 +22,8 @@ class HybriMoeStrategy final : public Strategy {
   public:
     explicit HybriMoeStrategy(const PoolShape &pool)
         : pool_(pool), quotas_(equal_quotas(pool)), n_resident_(quotas_.size(), 0),
-          score_(pool.n_slabs(), 0.0F), resident_(score_.size(), 0),
-          placement_(make_placement("hybrimoe")), order_(static_cast<size_t>(pool.n_experts)) {}
+          score_(pool.n_slabs(), 0.0F), resident_(score_.size(), 0), placement_(make_placement("hybrimoe")),
+          order_(static_cast<size_t>(pool.n_experts)) {}
 
     [[nodiscard]] std::string_view name() const override { return "hybrimoe"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }

@@ -23,9 +23,8 @@ constexpr int32_t deepest = 6;
 class MoeInfinity final : public Strategy {
   public:
     explicit MoeInfinity(const PoolShape &pool)
-        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)),
-          size_(pool.n_slabs()), current_(size_, 0.0F), frequency_(size_, 0.0F),
-          keys_(n_), placement_(make_placement("all-fetch")), residents_(pool) {}
+        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)), size_(pool.n_slabs()), current_(size_, 0.0F),
+          frequency_(size_, 0.0F), keys_(n_), placement_(make_placement("all-fetch")), residents_(pool) {}
 
     [[nodiscard]] std::string_view name() const override { return "moe-infinity"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }

@@ -26,11 +26,10 @@ constexpr float nudge_step = 0.25F;
 class MoeSpac final : public Strategy {
   public:
     explicit MoeSpac(const PoolShape &pool)
-        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)),
-          slabs_(pool.n_slabs()), thresholds_(static_cast<size_t>(pool.n_groups), 1),
-          room_(thresholds_.size(), 0), visits_(static_cast<size_t>(pool.n_groups), 0),
-          active_(static_cast<size_t>(pool.n_groups), 0), placement_(make_placement("static")), uses_(n_, 0) {
-    }
+        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)), slabs_(pool.n_slabs()),
+          thresholds_(static_cast<size_t>(pool.n_groups), 1), room_(thresholds_.size(), 0),
+          visits_(static_cast<size_t>(pool.n_groups), 0), active_(static_cast<size_t>(pool.n_groups), 0),
+          placement_(make_placement("static")), uses_(n_, 0) {}
 
     [[nodiscard]] std::string_view name() const override { return "moe-spac"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }

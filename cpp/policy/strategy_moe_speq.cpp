@@ -26,9 +26,7 @@ constexpr double rate = 0.25;
 class MoeSpeq final : public Strategy {
   public:
     explicit MoeSpeq(const PoolShape &pool)
-        : pool_(pool), buffer_(pool),
-          used_(pool.n_slabs(), 0),
-          placement_(make_placement("all-fetch")) {}
+        : pool_(pool), buffer_(pool), used_(pool.n_slabs(), 0), placement_(make_placement("all-fetch")) {}
 
     [[nodiscard]] std::string_view name() const override { return "moe-speq"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }

@@ -64,7 +64,7 @@ class LayerCall {
     std::vector<bool> pinned_;
     bool streaming_ = false;
     std::atomic<bool> skipped_{false}; ///< a part did not come, though it may have since, for another call
-    size_t wave_part_ = max_parts; ///< the part that handed_out_ is about
+    size_t wave_part_ = max_parts;     ///< the part that handed_out_ is about
     std::vector<bool> handed_out_;
 };
 

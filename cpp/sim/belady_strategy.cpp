@@ -19,8 +19,7 @@ class Belady final : public policy::Strategy {
     Belady(bool per_layer, const policy::PoolShape &pool, const FutureUses &future)
         : pool_(pool), per_layer_(per_layer), quotas_(policy::equal_quotas(pool)),
           n_resident_(quotas_.size(), 0), placement_(policy::make_placement("all-fetch")), residents_(pool),
-          keys_(pool.n_slabs(), never),
-          next_(future.experts.size()) {
+          keys_(pool.n_slabs(), never), next_(future.experts.size()) {
         // From the last call to the first: minus the number of the next call that uses the same slab.
         size_t end = future.experts.size();
         for (size_t c = future.groups.size(); c-- > 0;) {
