@@ -42,7 +42,7 @@ policy::StrategyCall BatchBuilder::call(int32_t layer, int32_t from, int32_t to)
     return {layer, experts_, rows_, weights_, to - from};
 }
 
-int32_t DraftSteps::accepted(int32_t at, int32_t drafted) const {
+int32_t Steps::accepted(int32_t at, int32_t drafted) const {
     int32_t n = 0;
     while (n < drafted) {
         const uint64_t which = static_cast<uint64_t>(at) << 8 | static_cast<uint64_t>(n);
@@ -52,7 +52,7 @@ int32_t DraftSteps::accepted(int32_t at, int32_t drafted) const {
     return n;
 }
 
-std::span<const int32_t> DraftSteps::guessed(int32_t token) {
+std::span<const int32_t> Steps::guessed(int32_t token) {
     const size_t k = static_cast<size_t>(r_.top_k);
     for (size_t layer = 0; layer < static_cast<size_t>(r_.n_layers); ++layer) {
         const size_t from = (layer * static_cast<size_t>(r_.n_tokens) + static_cast<size_t>(token)) * k;
