@@ -45,7 +45,7 @@ class GgufReader {
         return true;
     }
 
-    /// A length and that many bytes.
+    /// A length and that many bytes, at most 256 MiB.
     bool read_string(std::string &value);
     /// The same, seen only until the next call; `scratch` holds strings longer than the window.
     bool view_string(std::string_view &value, std::string &scratch);
@@ -69,6 +69,7 @@ class GgufReader {
         cursor_ += bytes;
         return at;
     }
+    bool read_length(uint64_t &length);
     bool skip_far(uint64_t bytes);
     bool past_end();
     bool no_room(uint64_t count, std::string_view what);

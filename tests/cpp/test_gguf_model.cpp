@@ -259,6 +259,15 @@ TEST(big_vocabulary_is_quick_and_long_strings_are_read) {
     CHECK(took.count() < 1000); // about 30 without sanitizers; a stalled disk must not fail the test
 }
 
+TEST(a_sparse_file_makes_no_huge_string) {
+    const test::TempDir dir;
+    const uint64_t length = uint64_t{1} << 30;
+    const auto path = dir.write("m.gguf", "GGUF" + test::raw<uint32_t>(3) + test::raw<uint64_t>(0) +
+                                              test::raw<uint64_t>(1) + test::raw(length));
+    std::filesystem::resize_file(path, 4 * length); // takes no room on the disk
+    expect(outcome(GgufModel::open(path).status()), Code::malformed, "1073741824", __LINE__);
+}
+
 TEST(split_files) {
     const test::TempDir dir;
     const GgufBuilder whole = good_model();
