@@ -46,7 +46,7 @@ class BlockGraph {
     [[nodiscard]] DeviceLane *lane_of(const ExpertTensor &weights);
     void add_merge(RoutedCall &call);
     [[nodiscard]] ggml_status multiply_on_host(ggml_tensor *node, const ExpertTensor &weights,
-                                               RoutedCall &call);
+                                               RoutedCall &call); // these five: block_products.cpp
     void add_direct(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     void add_batched(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
     [[nodiscard]] ggml_status run_waves(ggml_tensor *node, const ExpertTensor &weights, RoutedCall &call);
@@ -55,7 +55,7 @@ class BlockGraph {
     void substitute(const ExpertTensor &weights, RoutedCall &call, std::span<const int32_t> routed,
                     std::vector<int32_t> &left); // these two: substitution_graph.cpp
     void add_stand_ins(ggml_tensor *node, RoutedCall &call);
-    void capture(const ExpertTensor &weights, RoutedCall &call);
+    void capture(const ExpertTensor &weights, RoutedCall &call); // these two: capture_graph.cpp
     void add_captured_outputs(RoutedCall &call);
     void add_early();
     void add_early_results();

@@ -3,6 +3,9 @@
 #include "backend/custom_node.h"
 #include "backend/expert_buffer.h"
 #include "backend/substitution.h"
+#include "backend/tensor_rows.h"
+
+#include <new>
 
 namespace spice {
 
@@ -24,19 +27,19 @@ void BlockGraph::add_captured_outputs(RoutedCall &call) {
     ggml_graph_add_node(pending_, custom_node(context_.get(), run, &call.captured));
 }
 
-void RoutedCall::Captured::keep() const {
+void RoutedCall::Captured::keep() const noexcept try {
     const auto n = static_cast<size_t>(down->ne[0]);
     std::vector<float> rows;
     rows.reserve(n * static_cast<size_t>(down->ne[1] * down->ne[2]));
     for (int64_t t = 0; t < down->ne[2]; ++t) {
         for (int64_t i = 0; i < down->ne[1]; ++i) {
-            const auto *row = reinterpret_cast<const float *>(static_cast<const std::byte *>(down->data) +
-                                                              i * static_cast<int64_t>(down->nb[1]) +
-                                                              t * static_cast<int64_t>(down->nb[2]));
+            const auto *row = row_at<const float>(down, i, t);
             rows.insert(rows.end(), row, row + n);
         }
     }
     capture->add_outputs(layer, down->ne[0], std::move(rows));
+} catch (const std::bad_alloc &) { // an exception would have to pass through ggml
+    capture->lose();
 }
 
 } // namespace spice

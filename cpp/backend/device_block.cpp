@@ -1,6 +1,8 @@
 #include "backend/device_block.h"
 
 #include "backend/expert_buffer.h"
+#include "backend/tensor_rows.h"
+#include "store/align.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +15,6 @@ namespace {
 
 constexpr size_t max_nodes = 64; // of one block's device graph; blocks have about five
 constexpr int max_depth = 16;
-constexpr size_t staging_unit = 64;
 constexpr size_t n_ids = 3; // slots, experts, rows of x
 
 const ExpertTensor *product_of(const ggml_tensor *node, const ggml_tensor *ids, int32_t group) {
@@ -167,10 +168,6 @@ class Emitter {
     std::unordered_map<const ggml_tensor *, ggml_tensor *> made_;
 };
 
-size_t align_up(size_t n, size_t alignment) {
-    return (n + alignment - 1) / alignment * alignment;
-}
-
 } // namespace
 
 std::optional<BlockShape> BlockShape::recognise(ggml_cgraph *graph, const ggml_tensor *ids, int32_t group) {
@@ -318,9 +315,8 @@ Status DeviceLaunch::launch(const BlockShape &block, DeviceTier &tier, ggml_tens
 void DeviceLaunch::results_to(const ggml_tensor *down, RowCopies &to) const {
     const size_t row_bytes = static_cast<size_t>(down->ne[0]) * sizeof(float);
     for (size_t r = 0; r < rows_.size(); ++r) {
-        auto *row = static_cast<std::byte *>(down->data) + rows_[r].i * static_cast<int64_t>(down->nb[1]) +
-                    rows_[r].t * static_cast<int64_t>(down->nb[2]);
-        to.copies.push_back({results_ + r * row_bytes, row, row_bytes});
+        to.copies.push_back(
+            {results_ + r * row_bytes, row_at<std::byte>(down, rows_[r].i, rows_[r].t), row_bytes});
     }
 }
 

@@ -61,6 +61,7 @@ class DeviceLaunch {
   public:
     /// Rows of one launch at most, so that prompts take no more working space than that.
     static constexpr size_t max_rows = 1024;
+    static constexpr size_t staging_unit = 64; ///< what is staged begins at whole units
 
     DeviceLaunch(ggml_backend_t stream, DeviceWork &work) : stream_(stream), work_(work) {}
 

@@ -1,5 +1,8 @@
 #include "backend/device_lane.h"
 
+#include "backend/tensor_rows.h"
+#include "store/align.h"
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -7,16 +10,6 @@
 #include <utility>
 
 namespace spice {
-
-namespace {
-
-size_t align_up(size_t n, size_t alignment) {
-    return (n + alignment - 1) / alignment * alignment;
-}
-
-constexpr size_t unit = 64;
-
-} // namespace
 
 std::unique_ptr<DeviceLane> DeviceLane::make(DeviceTier &tier) {
     std::unique_ptr<DeviceLane> lane(new DeviceLane(tier));
@@ -69,7 +62,9 @@ Status DeviceLane::share(ggml_cgraph *graph, RoutedCall &call, std::span<const i
     call.merge_at = block_->down;
     call.launched = Timeline::now();
     if (call.device.empty()) return {};
-    sort_rows(routed, call.ids->ne[0], call.device);
+    sort_rows(
+        routed.size(), call.ids->ne[0], static_cast<size_t>(std::ranges::max(routed)) + 1,
+        [&](size_t r) { return call.device.takes(routed[r]) ? routed[r] : -1; }, rows_, first_);
     Status status = make_room();
     if (status.ok()) status = place_activations(inputs);
     if (status.ok()) status = launch(call);
@@ -85,33 +80,14 @@ Status DeviceLane::share(ggml_cgraph *graph, RoutedCall &call, std::span<const i
     return status;
 }
 
-void DeviceLane::sort_rows(std::span<const int32_t> routed, int64_t n_routed, const DeviceCall &call) {
-    int32_t n = 0;
-    for (const int32_t id : routed) n = std::max(n, id + 1);
-    first_.assign(static_cast<size_t>(n) + 1, 0);
-    for (const int32_t id : routed) ++first_[static_cast<size_t>(id) + 1];
-    for (int32_t e = 0; e < n; ++e) {
-        uint32_t &count = first_[static_cast<size_t>(e) + 1];
-        if (!call.takes(e)) count = 0;
-        count += first_[static_cast<size_t>(e)];
-    }
-    rows_.resize(first_.back());
-    std::vector<uint32_t> next(first_.begin(), first_.end() - 1);
-    for (size_t r = 0; r < routed.size(); ++r) {
-        const auto e = static_cast<size_t>(routed[r]);
-        if (next[e] == first_[e + 1]) continue; // the host's
-        rows_[next[e]++] = {static_cast<int32_t>(static_cast<int64_t>(r) % n_routed),
-                            static_cast<int32_t>(static_cast<int64_t>(r) / n_routed)};
-    }
-}
-
 /// Room for everything that crosses the link.
 Status DeviceLane::make_room() {
     const ggml_tensor *x = block_->x;
     // Each launch rounds up; there are at most as many as experts, and some for max_rows.
     const size_t n_launches = first_.size() + 2 * (rows_.size() / DeviceLaunch::max_rows + 1);
-    const size_t total = align_up(ggml_nelements(x) * sizeof(float), unit) +
-                         DeviceLaunch::staging_bytes(*block_, rows_.size()) + n_launches * 4 * unit;
+    const size_t total = align_up(ggml_nelements(x) * sizeof(float), DeviceLaunch::staging_unit) +
+                         DeviceLaunch::staging_bytes(*block_, rows_.size()) +
+                         n_launches * 4 * DeviceLaunch::staging_unit;
     if (staging_ == nullptr || ggml_backend_buffer_get_size(staging_.get()) < total) {
         ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(tier_.device());
         if (host == nullptr) host = ggml_backend_cpu_buffer_type();
@@ -158,13 +134,10 @@ Status DeviceLane::send_activations() {
     const size_t row_bytes = static_cast<size_t>(x->ne[0]) * sizeof(float);
     std::byte *in = staging_next_;
     for (int64_t r = 0; r < x_->ne[1]; ++r) {
-        std::memcpy(staging_next_,
-                    static_cast<const std::byte *>(x->data) + r % x->ne[1] * static_cast<int64_t>(x->nb[1]) +
-                        r / x->ne[1] * static_cast<int64_t>(x->nb[2]),
-                    row_bytes);
+        std::memcpy(staging_next_, row_at<std::byte>(x, r % x->ne[1], r / x->ne[1]), row_bytes);
         staging_next_ += row_bytes;
     }
-    staging_next_ = in + align_up(ggml_nbytes(x_), unit);
+    staging_next_ = in + align_up(ggml_nbytes(x_), DeviceLaunch::staging_unit);
     ggml_backend_tensor_set_async(stream_.get(), x_, in, 0, ggml_nbytes(x_));
     return {};
 }

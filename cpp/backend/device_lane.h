@@ -50,7 +50,6 @@ class DeviceLane {
     explicit DeviceLane(DeviceTier &tier) : tier_(tier) {}
     enum class Fit : uint8_t { unknown, yes, no };
     [[nodiscard]] bool fits(int32_t group, const std::optional<BlockShape> &block);
-    void sort_rows(std::span<const int32_t> routed, int64_t n_routed, const DeviceCall &call);
     [[nodiscard]] Status make_room();
     [[nodiscard]] Status place_activations(const InputCopies &inputs);
     [[nodiscard]] Status send_activations();

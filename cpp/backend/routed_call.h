@@ -5,6 +5,7 @@
 
 #include "backend/substitution.h"
 #include "compute/expert_matmul.h"
+#include "policy/function_ref.h"
 #include "runtime/capture.h"
 #include "runtime/device_call.h"
 #include "runtime/layer_call.h"
@@ -57,6 +58,9 @@ struct RoutedCall {
 
     std::unique_ptr<Substituted> stand_ins; ///< null: no pair is computed by stand-ins
 
+    /// Whether our own dot products compute the host's share.
+    [[nodiscard]] bool is_direct() const { return !layer.streaming() && most_rows < compute::batched_rows(); }
+
     /// Makes the predictions. On one thread, any of the graph's; without memory there are none.
     void predict() noexcept;
 
@@ -64,7 +68,7 @@ struct RoutedCall {
         Capture *capture = nullptr;
         int32_t layer = 0;
         const ggml_tensor *down = nullptr;
-        void keep() const; ///< on one thread
+        void keep() const noexcept; ///< on one thread
     };
     Captured captured; ///< with a capture that wants outputs
 
@@ -74,5 +78,10 @@ struct RoutedCall {
     /// Sorts the rows by expert; `routed` is [tokens][n_routed], the ids that `layer` was begun with.
     void sort_rows(std::span<const int32_t> routed, int64_t n_routed, int32_t n_expert);
 };
+
+/// Sorts the n rows of a batch, [tokens][n_routed]: row r to place_of(r), 0 .. n_places - 1, or nowhere below
+/// 0. The rows of place p are first[p] up to first[p + 1], in the order of the batch.
+void sort_rows(size_t n, int64_t n_routed, size_t n_places, policy::FunctionRef<int32_t(size_t)> place_of,
+               std::vector<RoutedCall::Row> &rows, std::vector<uint32_t> &first);
 
 } // namespace spice

@@ -8,13 +8,14 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <utility>
 
 namespace spice {
 
 namespace {
 
 struct Backend {
-    explicit Backend(ggml_backend_t cpu_backend) : cpu(cpu_backend), blocks(cpu_backend, inputs) {}
+    explicit Backend(ggml_backend_ptr cpu_backend) : cpu(std::move(cpu_backend)), blocks(cpu.get(), inputs) {}
 
     ggml_backend_ptr cpu;
     InputCopies inputs;
@@ -79,7 +80,7 @@ ggml_backend_t make_backend(ggml_backend_dev_t device) {
     try {
         ggml_backend_ptr cpu(ggml_backend_cpu_init());
         if (cpu == nullptr) return nullptr;
-        auto context = std::make_unique<Backend>(cpu.release());
+        auto context = std::make_unique<Backend>(std::move(cpu));
         auto backend = std::make_unique<ggml_backend>();
         backend->guid = backend_guid();
         backend->table = {};

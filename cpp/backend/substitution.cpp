@@ -1,6 +1,7 @@
 #include "backend/substitution.h"
 
 #include "backend/expert_buffer.h"
+#include "backend/tensor_rows.h"
 #include "runtime/engine.h"
 
 #include <algorithm>
@@ -26,12 +27,6 @@ bool is_column(const ggml_tensor *tensor, const ggml_tensor *ids) {
 bool contains(std::span<ggml_tensor *const> nodes, const ggml_tensor *tensor) {
     const ggml_tensor *root = tensor->view_src != nullptr ? tensor->view_src : tensor;
     return std::ranges::find(nodes, root) != nodes.end() || std::ranges::find(nodes, tensor) != nodes.end();
-}
-
-float *row_of(const ggml_tensor *tensor, int64_t i, int64_t t) {
-    return reinterpret_cast<float *>(static_cast<std::byte *>(tensor->data) +
-                                     i % tensor->ne[1] * static_cast<int64_t>(tensor->nb[1]) +
-                                     t * static_cast<int64_t>(tensor->nb[2]));
 }
 
 } // namespace
@@ -72,7 +67,7 @@ std::vector<float> SubstitutionSite::gate_weights() const {
     std::vector<float> out;
     out.reserve(static_cast<size_t>(gates->ne[1] * gates->ne[2]));
     for (int64_t t = 0; t < gates->ne[2]; ++t) {
-        for (int64_t i = 0; i < gates->ne[1]; ++i) out.push_back(*row_of(gates, i, t));
+        for (int64_t i = 0; i < gates->ne[1]; ++i) out.push_back(*routed_row<float>(gates, i, t));
     }
     return out;
 }
@@ -87,13 +82,12 @@ void Substituted::set_up(const SubstitutionSite &site, compute::SurrogateKind ki
     const auto top_k = static_cast<size_t>(site.gates->ne[1]);
     const ggml_tensor *ids = site.down->src[2];
     for (int64_t t = 0; t < ids->ne[1]; ++t) {
-        compute::SurrogateRow row = {
-            .h = row_of(site.x, 0, t), .first = static_cast<uint32_t>(job.pairs.size()), .count = 0};
+        compute::SurrogateRow row = {.h = routed_row<float>(site.x, 0, t),
+                                     .first = static_cast<uint32_t>(job.pairs.size()),
+                                     .count = 0};
         for (int64_t i = 0; i < ids->ne[0]; ++i) {
             if (taken[static_cast<size_t>(t) * top_k + static_cast<size_t>(i)] == 0) continue;
-            const auto *id = static_cast<const std::byte *>(ids->data) +
-                             t * static_cast<int64_t>(ids->nb[1]) + i * static_cast<int64_t>(ids->nb[0]);
-            job.pairs.push_back({*reinterpret_cast<const int32_t *>(id), row_of(site.down, i, t)});
+            job.pairs.push_back({id_at(ids, i, t), routed_row<float>(site.down, i, t)});
             row.count += 1;
         }
         if (row.count > 0) job.rows.push_back(row);
@@ -106,7 +100,8 @@ ZeroRows::ZeroRows(const ggml_tensor *product, std::span<const uint8_t> taken) :
     const auto top_k = static_cast<size_t>(product->ne[1]);
     for (size_t p = 0; p < taken.size(); ++p) {
         if (taken[p] == 0) continue;
-        rows.push_back(row_of(product, static_cast<int64_t>(p % top_k), static_cast<int64_t>(p / top_k)));
+        rows.push_back(
+            routed_row<float>(product, static_cast<int64_t>(p % top_k), static_cast<int64_t>(p / top_k)));
     }
 }
 

@@ -33,7 +33,6 @@ py::dict device_needs(const Engine &engine, const std::string &name, const std::
     out["description"] = plan.description;
     out["smallest"] = plan.smallest;
     out["everything"] = plan.everything;
-    out["asynchronous"] = plan.asynchronous;
     out["pins"] = device != nullptr && ggml_backend_dev_host_buffer_type(device) != nullptr;
     out["free"] = free;
     out["total"] = total;

@@ -149,7 +149,6 @@ py::dict pool(const Model &m) {
     out["working_set"] = plan.working_set;
     out["n_slots"] = plan.n_slots;
     out["n_experts"] = plan.n_experts;
-    out["n_classes"] = plan.n_classes;
     out["eviction"] = plan.eviction;
     out["direct_io"] = plan.direct_io;
     out["pinned"] = plan.pinned;

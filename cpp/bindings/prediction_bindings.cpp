@@ -308,14 +308,6 @@ void bind_prediction(py::module_ &m) {
                py::arg("selection_bias") = Array<float>(0), py::arg("n_expert_groups") = 1,
                py::arg("n_groups_used") = 1,
                "Scores in the order of the model's choice; see cpp/policy/gating.h.");
-    policy.def(
-        "softmax",
-        [](const Array<float> &scores) {
-            py::array_t<float> out(scores.size());
-            policy::softmax(view(scores), out_view(out));
-            return out;
-        },
-        py::arg("scores"));
     policy.def("predictor_names", [] { return to_list(policy::predictor_names()); });
     py::class_<CheckedPredictor>(policy, "Predictor", "See cpp/policy/predictor.h.")
         .def(py::init([](const std::string &name, int32_t n_groups, int32_t n_experts, int32_t top_k,
@@ -337,8 +329,6 @@ void bind_prediction(py::module_ &m) {
              "Sums over recorded routing, by horizon (index 0 unused): hits and asked [.., n_groups], loss, "
              "and "
              "told, happened and number in 20 bins of the chance.");
-    policy.def("least_depth", &policy::least_depth, py::kw_only(), py::arg("loads"), py::arg("slab_bytes"),
-               py::arg("bytes_per_second"), py::arg("layer_seconds"), py::arg("l_max"));
     policy.def(
         "confidence",
         [](const Array<float> &chances) {
@@ -375,15 +365,10 @@ void bind_prediction(py::module_ &m) {
     py::class_<policy::BenefitMeter>(policy, "BenefitMeter", "See cpp/policy/benefit_meter.h.")
         .def(py::init<>())
         .def_property_readonly("on", &policy::BenefitMeter::on)
-        .def_property_readonly("settled_on", &policy::BenefitMeter::settled_on)
-        .def_property_readonly("saving", &policy::BenefitMeter::saving)
-        .def_property_readonly("n_pairs", &policy::BenefitMeter::n_pairs)
-        .def_property_readonly("n_switches", &policy::BenefitMeter::n_switches)
         .def(
             "end_pass",
             [](policy::BenefitMeter &meter, double seconds, int64_t missed, int64_t useful, int64_t late,
                int64_t wasted) { meter.end_pass({seconds, missed, useful, late, wasted}); },
             py::arg("seconds"), py::kw_only(), py::arg("missed_bytes") = 0, py::arg("useful_bytes") = 0,
-            py::arg("late_bytes") = 0, py::arg("wasted_bytes") = 0)
-        .def("skip_pass", &policy::BenefitMeter::skip_pass);
+            py::arg("late_bytes") = 0, py::arg("wasted_bytes") = 0);
 }

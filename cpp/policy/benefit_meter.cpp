@@ -29,12 +29,6 @@ void BenefitMeter::end_pass(const PassReport &report) {
         skip_pass();
         return;
     }
-    total_.seconds += report.seconds;
-    total_.missed_bytes += report.missed_bytes;
-    total_.useful_bytes += report.useful_bytes;
-    total_.late_bytes += report.late_bytes;
-    total_.wasted_bytes += report.wasted_bytes;
-
     const bool idle =
         report.missed_bytes + report.useful_bytes + report.late_bytes + report.wasted_bytes == 0;
     if (idle) {

@@ -44,8 +44,6 @@ class BenefitMeter {
     [[nodiscard]] double saving() const { return saving_; }
     [[nodiscard]] int64_t n_pairs() const { return n_pairs_; }
     [[nodiscard]] int64_t n_switches() const { return n_switches_; }
-    /// Sums over all passes that were reported.
-    [[nodiscard]] const PassReport &total() const { return total_; }
 
   private:
     void compare(double before, double probe, double after);
@@ -62,7 +60,6 @@ class BenefitMeter {
     int32_t eager_ = 8;      ///< pairs still to be made quickly: at the start, and in doubt
     int64_t n_pairs_ = 0;
     int64_t n_switches_ = 0;
-    PassReport total_{};
 };
 
 } // namespace spice::policy

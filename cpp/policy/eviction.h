@@ -19,13 +19,14 @@
 // so it should refuse few (the pinned slabs of the present call).
 #pragma once
 
-#include <concepts>
+#include "policy/function_ref.h"
+
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
-#include <type_traits>
 
 namespace spice::policy {
 
@@ -42,23 +43,17 @@ struct PoolShape {
     int32_t n_experts = 0; ///< per group, the maximum
     int32_t n_slots = 0;   ///< how many slabs the pool can hold (about, if sizes are mixed): a hint
     int32_t top_k = 0; ///< experts per token, 0: unknown; tells the calls of many tokens from those of one
-};
 
-/// A predicate over slabs that does not own what it calls: make it from a lambda in the call's argument list.
-class Evictable {
-  public:
-    template <class F>
-        requires(!std::same_as<std::remove_cvref_t<F>, Evictable> && std::predicate<const F &, SlabId>)
-    Evictable(const F &f) // NOLINT(google-explicit-constructor): made for argument lists
-        : object_(&f),
-          call_([](const void *object, SlabId id) -> bool { return (*static_cast<const F *>(object))(id); }) {
+    /// Slabs numbered by group, then by expert.
+    [[nodiscard]] size_t flat(SlabId id) const {
+        return static_cast<size_t>(id.group) * static_cast<size_t>(n_experts) +
+               static_cast<size_t>(id.expert);
     }
-    bool operator()(SlabId id) const { return call_(object_, id); }
-
-  private:
-    const void *object_;
-    bool (*call_)(const void *, SlabId);
+    [[nodiscard]] size_t n_slabs() const { return flat({n_groups, 0}); }
 };
+
+/// Which slabs may leave, or whether one is there.
+using Evictable = FunctionRef<bool(SlabId)>;
 
 class Eviction {
   public:

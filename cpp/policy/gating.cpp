@@ -103,19 +103,4 @@ void ranking_scores(const Gating &gating, std::span<const float> raw, std::span<
     }
 }
 
-void softmax(std::span<const float> scores, std::span<float> out) {
-    assert(scores.size() == out.size());
-    float largest = lowest;
-    for (const float score : scores) {
-        if (std::isfinite(score)) largest = std::max(largest, score);
-    }
-    float sum = 0.0F;
-    for (size_t e = 0; e < scores.size(); ++e) {
-        out[e] = std::isfinite(scores[e]) ? std::exp(scores[e] - largest) : 0.0F;
-        sum += out[e];
-    }
-    if (sum <= 0.0F) return;
-    for (float &p : out) p /= sum;
-}
-
 } // namespace spice::policy

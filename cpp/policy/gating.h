@@ -7,14 +7,15 @@
 //
 // What stock llama.cpp does, by architecture (llm_graph_context::build_moe_ffn and the callers of it):
 //   softmax         most; deepseek2 with up to 256 experts without a declared gating function
-//   sigmoid         llama4, deepseek3-like (deepseek2 files that say so), glm4-moe, afmoe, mimo2,
-//   nemotron-h-moe none            gpt-oss: top-k of the logits; softmax only over the chosen ones' weights
+//   sigmoid         llama4, deepseek3-like (deepseek2 files that say so), glm4-moe, afmoe, mimo2, and
+//                   nemotron-h-moe
+//   none            gpt-oss: top-k of the logits; softmax only over the chosen ones' weights
 //   sqrt_softplus   deepseek4
 //   router_bias     added to the logits before the activation: gpt-oss (`ffn_gate_inp.bias`)
 //   selection_bias  added after the activation, for the choice only: `exp_probs_b` of deepseek3-like models
-//   expert groups   when the file says `expert_group_count` > 1 (deepseek3-like, bailingmoe2): a group's
-//   score
-//                   is the sum of its two best selection scores; only the best `n_groups_used` groups remain
+//   expert groups   when the file says `expert_group_count` > 1 (deepseek3-like, bailingmoe2): the score of a
+//                   group is the sum of its two best selection scores; only the best `n_groups_used` groups
+//                   remain
 // All of it is decided by the model's file, not by its architecture's name, but for the activation's default.
 #pragma once
 
@@ -42,8 +43,5 @@ struct Gating {
 /// raw, out: [n_experts], may be the same memory. Biases: [n_experts], or empty where the model has none.
 void ranking_scores(const Gating &gating, std::span<const float> raw, std::span<const float> router_bias,
                     std::span<const float> selection_bias, std::span<float> out);
-
-/// out = softmax(scores), [n_experts]; scores of -infinity get 0. All zero when no score is finite.
-void softmax(std::span<const float> scores, std::span<float> out);
 
 } // namespace spice::policy

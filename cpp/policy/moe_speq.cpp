@@ -51,7 +51,7 @@ double throughput(const Cycle &c, int32_t k) {
     const double draft = c.draft_token * k;
     // Loads that fit beside the draft are hidden, the others follow it.
     const double loads = new_slabs(c, k) * c.transfer;
-    const double after = loads > draft ? c.overhead + loads - draft : 0.0;
+    const double after = std::max(loads - draft, 0.0);
     return (accepted + 1.0) / (draft + after + c.verify_fixed + c.verify_row * (k + 1));
 }
 

@@ -44,7 +44,6 @@ class LookaheadBuffer {
 struct Cycle {
     double draft_token = 0.0;  ///< T_draft(k) = k draft_token
     double transfer = 0.0;     ///< S_e / B
-    double overhead = 0.0;     ///< of the loads after the draft
     double verify_fixed = 0.0; ///< T_verify(n) = verify_fixed + n verify_row
     double verify_row = 0.0;
     double acceptance = 0.0; ///< p_j, the same for every position

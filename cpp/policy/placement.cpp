@@ -57,7 +57,7 @@ int32_t fetches_per_launch(const PlacementCosts &costs, uint64_t slab_bytes, int
 double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::span<const Place> places,
                    std::vector<int32_t> &order) {
     assert(call.rows.size() == places.size() && call.on_device.size() == places.size());
-    double device = call.device_queued;
+    double device = 0.0;
     double resident = 0.0; // compute time of what is there
     double late = 0.0;     // and of experts whose transfer is under way
     double landing = 0.0;
@@ -87,7 +87,7 @@ double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::
         device = std::max(device, link) + takes;
     }
     host_order(call, places, order);
-    double host = call.host_queued + (order.empty() ? 0.0 : costs.host_call);
+    double host = costs.host_call;
     for (const int32_t job : order) {
         const size_t i = static_cast<size_t>(job);
         host = std::max(host, call.memory_at(i)) + costs.host.at(call.rows[i]);

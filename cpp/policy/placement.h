@@ -58,8 +58,6 @@ struct PlacementCall {
     uint64_t slab_bytes = 0;
     double link_queued = 0.0;     ///< until the link is free for the first fetch
     double prefetch_queued = 0.0; ///< transfers of low priority that wait for the link
-    double device_queued = 0.0;   ///< until the device is free
-    double host_queued = 0.0;     ///< until the host is free
 
     [[nodiscard]] double memory_at(size_t i) const { return in_memory.empty() ? 0.0 : in_memory[i]; }
 };

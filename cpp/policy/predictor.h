@@ -2,9 +2,8 @@
 //
 // Who calls: the runtime's Prefetcher, the benches and the simulator; a predictor never knows which. One
 // object per stream of layer calls. The order of the calls is
-//     begin_call(group, ids, rows)               at every layer call, prefill included, once its routing is
-//     known predict(group, horizon, scores, out)       any horizons of the present group, once each, any or
-//     none
+//     begin_call(group, ids, rows)           at every layer call, prefill included, once its routing is known
+//     predict(group, horizon, scores, out)   any horizons of the present group, once each, any or none
 // begin_call() also shows the predictor how good its earlier predictions for this group were, and it learns
 // from that; there is nothing else to tell it. Groups may be skipped; a pass begins when a call's group is
 // not above the one before it, and horizons past the last group mean the first groups of the next pass.
@@ -17,13 +16,14 @@
 //
 // The predictors are one machine (online logistic mixing of features, Mixer) with some of its features:
 //
-//   name      scores()  features                                                          papers.md
-//   ensemble  best      all of the below                                                  the default
-//   router    frozen    scores of the next routers on the present hidden state            AdapMoE, SPICE's
-//   draft adapter   fitted    scores of fitted heads                                            SpecPrefetch,
-//   section 4 draft     fitted    scores, and which experts follow those of this pass and token     SPICE,
-//   section 1 history   none      use, last use, which expert follows which: ids only               section 6
-//   replay    none      the future itself (set_future), or a stated share of it           the oracle
+//   name      scores()  features                                                    papers.md
+//   ensemble  best      all of the below                                            the default
+//   router    frozen    scores of the next routers on the present hidden state      AdapMoE, SPICE's draft
+//   adapter   fitted    scores of fitted heads                                      SpecPrefetch, section 4
+//   draft     fitted    scores, and which experts follow those of this pass         SPICE, section 1
+//                       and of the token before
+//   history   none      use, last use, which expert follows which: ids only         section 6
+//   replay    none      the future itself (set_future), or a stated share of it     the oracle
 #pragma once
 
 #include "policy/routing_history.h"

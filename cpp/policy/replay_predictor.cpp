@@ -2,9 +2,11 @@
 // stated recall would win. The recorded calls are followed in order; where the text takes another way than
 // the recording, the predictions are simply wrong.
 #include "policy/predictors.h"
+#include "policy/split_mix.h"
 
 #include <algorithm>
 #include <cassert>
+#include <utility>
 
 namespace spice::policy {
 
@@ -13,17 +15,11 @@ namespace {
 constexpr uint8_t used = 1;
 constexpr uint8_t replacement = 2;
 
-/// A fixed sequence from a seed (SplitMix64), so that no library's generator matters.
+/// A fixed sequence from a seed.
 class Random {
   public:
     explicit Random(uint64_t seed) : state_(seed) {}
-    uint64_t next() {
-        state_ += 0x9E3779B97F4A7C15U;
-        uint64_t z = state_;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9U;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBU;
-        return z ^ (z >> 31);
-    }
+    uint64_t next() { return split_mix(std::exchange(state_, state_ + split_mix_step)); }
     float uniform() { return static_cast<float>(next() >> 40) * 0x1.0p-24F; }
 
   private:

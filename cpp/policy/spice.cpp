@@ -10,10 +10,10 @@
 // p is learned online for every slab, from a visit of its group to the next:
 //     p = w_fast * fast + w_slow * slow + w_after * after
 //   fast, slow  decayed averages of "was used at the visit" (fast: the last one or two tokens; slow: this
-//   text) after       the chance of the slab given the experts that the group used at this visit, from counts
-//   of which
-//               expert followed which one visit later; each count row is mixed with `row_prior` visits of
-//               `slow`
+//               text)
+//   after       the chance of the slab given the experts that the group used at this visit, from counts of
+//               which expert followed which one visit later; each count row is mixed with `row_prior` visits
+//               of `slow`
 // All three start at top_k / n_experts.
 //
 // A call of many tokens (prefill, batches) touches many experts of a layer and says less about each: each use

@@ -1,7 +1,7 @@
 // `adapmoe`: LRU caches per layer, larger where prefetching is worse; misses fetched; the first missing
 // expert of the next layer's two likeliest is loaded ahead.
 //
-// Source: AdapMoE (arXiv 2408.10284) and its code, less its lossy gating (see placement_adapmoe.cpp).
+// Source: AdapMoE (arXiv 2408.10284) and its code, less its lossy gating (see placement_all_fetch.cpp).
 //   prefetch: layer l+1's gate on layer l's MoE input, top-2; the first that is missing is loaded.
 //   slots: dynamic programming over f(l, c), the expected loads of layer l with c slots. f falls ever more
 //     slowly with c (convex), so giving out slots one by one, each where it saves most, finds the same

@@ -22,14 +22,14 @@ class HybriMoeStrategy final : public Strategy {
   public:
     explicit HybriMoeStrategy(const PoolShape &pool)
         : pool_(pool), quotas_(equal_quotas(pool)), n_resident_(quotas_.size(), 0),
-          score_(quotas_.size() * static_cast<size_t>(pool.n_experts), 0.0F), resident_(score_.size(), 0),
-          placement_(make_placement("hybrimoe")), order_(static_cast<size_t>(pool.n_experts)) {}
+          score_(pool.n_slabs(), 0.0F), resident_(score_.size(), 0), placement_(make_placement("hybrimoe")),
+          order_(static_cast<size_t>(pool.n_experts)) {}
 
     [[nodiscard]] std::string_view name() const override { return "hybrimoe"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }
 
     void begin_call(const StrategyCall &call) override {
-        float *score = &score_[flat({call.group, 0})];
+        float *score = &score_[pool_.flat({call.group, 0})];
         for (int32_t e = 0; e < pool_.n_experts; ++e) score[e] *= 1.0F - decay;
         const float sum = std::accumulate(call.weights.begin(), call.weights.end(), 0.0F);
         if (!(sum > 0.0F)) return;
@@ -42,26 +42,26 @@ class HybriMoeStrategy final : public Strategy {
     }
     [[nodiscard]] bool split() const override { return true; }
     void on_load(SlabId id) override {
-        resident_[flat(id)] = 1;
+        resident_[pool_.flat(id)] = 1;
         ++n_resident_[static_cast<size_t>(id.group)];
     }
     void on_evict(SlabId id) override {
-        resident_[flat(id)] = 0;
+        resident_[pool_.flat(id)] = 0;
         --n_resident_[static_cast<size_t>(id.group)];
     }
     [[nodiscard]] std::optional<SlabId> victim(SlabId incoming, bool, Evictable evictable) override {
         std::optional<SlabId> lowest;
         for (int32_t e = 0; e < pool_.n_experts; ++e) {
             const SlabId id{incoming.group, e};
-            if (resident_[flat(id)] == 0 || !evictable(id)) continue;
-            if (!lowest || score_[flat(id)] < score_[flat(*lowest)]) lowest = id;
+            if (resident_[pool_.flat(id)] == 0 || !evictable(id)) continue;
+            if (!lowest || score_[pool_.flat(id)] < score_[pool_.flat(*lowest)]) lowest = id;
         }
         return lowest;
     }
 
     void plan(const PlanContext &context, std::vector<SlabId> &wanted) override {
         const int32_t next = (context.group + 1) % pool_.n_groups;
-        const float *score = &score_[flat({next, 0})];
+        const float *score = &score_[pool_.flat({next, 0})];
         std::iota(order_.begin(), order_.end(), 0);
         const auto best = order_.begin() + std::min(pool_.top_k, pool_.n_experts);
         std::partial_sort(order_.begin(), best, order_.end(), [&](int32_t a, int32_t b) {
@@ -73,11 +73,6 @@ class HybriMoeStrategy final : public Strategy {
     }
 
   private:
-    [[nodiscard]] size_t flat(SlabId id) const {
-        return static_cast<size_t>(id.group) * static_cast<size_t>(pool_.n_experts) +
-               static_cast<size_t>(id.expert);
-    }
-
     PoolShape pool_;
     std::vector<int32_t> quotas_;
     std::vector<int32_t> n_resident_;

@@ -23,9 +23,8 @@ constexpr int32_t deepest = 6;
 class MoeInfinity final : public Strategy {
   public:
     explicit MoeInfinity(const PoolShape &pool)
-        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)),
-          size_(static_cast<size_t>(pool.n_groups) * n_), current_(size_, 0.0F), frequency_(size_, 0.0F),
-          keys_(n_), placement_(make_placement("all-fetch")), residents_(pool) {}
+        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)), size_(pool.n_slabs()), current_(size_, 0.0F),
+          frequency_(size_, 0.0F), keys_(n_), placement_(make_placement("all-fetch")), residents_(pool) {}
 
     [[nodiscard]] std::string_view name() const override { return "moe-infinity"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }
@@ -62,7 +61,7 @@ class MoeInfinity final : public Strategy {
     [[nodiscard]] bool full(SlabId) const override { return n_resident_ >= pool_.n_slots; }
     void on_load(SlabId id) override {
         ++n_resident_;
-        residents_.insert(id, key_of_.empty() ? 0.0F : key_of_[flat(id)]);
+        residents_.insert(id, key_of_.empty() ? 0.0F : key_of_[pool_.flat(id)]);
     }
     void on_evict(SlabId id) override {
         --n_resident_;
@@ -91,15 +90,12 @@ class MoeInfinity final : public Strategy {
         const size_t most = std::min(candidates_.size(), static_cast<size_t>(2 * pool_.top_k));
         const auto end = candidates_.begin() + static_cast<std::ptrdiff_t>(most);
         std::partial_sort(candidates_.begin(), end, candidates_.end(), [this](const auto &a, const auto &b) {
-            return a.first != b.first ? a.first > b.first : flat(a.second) < flat(b.second);
+            return a.first != b.first ? a.first > b.first : pool_.flat(a.second) < pool_.flat(b.second);
         });
         for (auto it = candidates_.begin(); it != end; ++it) wanted.push_back(it->second);
     }
 
   private:
-    [[nodiscard]] size_t flat(SlabId id) const {
-        return static_cast<size_t>(id.group) * n_ + static_cast<size_t>(id.expert);
-    }
     /// 1 for the present layer, less for those that come later in the cycle.
     [[nodiscard]] float decay(int32_t group) const {
         const int32_t ahead = group >= group_ ? group - group_ : group - group_ + pool_.n_groups;

@@ -26,11 +26,10 @@ constexpr float nudge_step = 0.25F;
 class MoeSpac final : public Strategy {
   public:
     explicit MoeSpac(const PoolShape &pool)
-        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)),
-          slabs_(static_cast<size_t>(pool.n_groups) * n_), thresholds_(static_cast<size_t>(pool.n_groups), 1),
-          room_(thresholds_.size(), 0), visits_(static_cast<size_t>(pool.n_groups), 0),
-          active_(static_cast<size_t>(pool.n_groups), 0), placement_(make_placement("static")), uses_(n_, 0) {
-    }
+        : pool_(pool), n_(static_cast<size_t>(pool.n_experts)), slabs_(pool.n_slabs()),
+          thresholds_(static_cast<size_t>(pool.n_groups), 1), room_(thresholds_.size(), 0),
+          visits_(static_cast<size_t>(pool.n_groups), 0), active_(static_cast<size_t>(pool.n_groups), 0),
+          placement_(make_placement("static")), uses_(n_, 0) {}
 
     [[nodiscard]] std::string_view name() const override { return "moe-spac"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }
@@ -128,12 +127,9 @@ class MoeSpac final : public Strategy {
         size_t place = 0; ///< in residents_
         spac::Boundaries boundaries{.mean = 0.0F, .deviation = 1.0F, .nudge = 0.0F};
     };
-    [[nodiscard]] size_t flat(SlabId id) const {
-        return static_cast<size_t>(id.group) * n_ + static_cast<size_t>(id.expert);
-    }
-    [[nodiscard]] Slab &at(SlabId id) { return slabs_[flat(id)]; }
+    [[nodiscard]] Slab &at(SlabId id) { return slabs_[pool_.flat(id)]; }
     /// The set's order: score, then number.
-    [[nodiscard]] std::pair<int32_t, size_t> rank(SlabId id) { return {at(id).score, flat(id)}; }
+    [[nodiscard]] std::pair<int32_t, size_t> rank(SlabId id) { return {at(id).score, pool_.flat(id)}; }
 
     /// The threshold of the present layer for the next step.
     void balance(const PlanContext &context) {

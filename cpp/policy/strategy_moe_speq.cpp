@@ -26,16 +26,14 @@ constexpr double rate = 0.25;
 class MoeSpeq final : public Strategy {
   public:
     explicit MoeSpeq(const PoolShape &pool)
-        : pool_(pool), buffer_(pool),
-          used_(static_cast<size_t>(pool.n_groups) * static_cast<size_t>(pool.n_experts), 0),
-          placement_(make_placement("all-fetch")) {}
+        : pool_(pool), buffer_(pool), used_(pool.n_slabs(), 0), placement_(make_placement("all-fetch")) {}
 
     [[nodiscard]] std::string_view name() const override { return "moe-speq"; }
     [[nodiscard]] Placement &placement() override { return *placement_; }
 
     void begin_call(const StrategyCall &call) override {
         buffer_.passed(call.group);
-        for (const int32_t e : call.experts) used_[flat({call.group, e})] = ++stamp_;
+        for (const int32_t e : call.experts) used_[pool_.flat({call.group, e})] = ++stamp_;
         asked_ += static_cast<int64_t>(call.experts.size());
     }
     [[nodiscard]] bool full(SlabId) const override {
@@ -43,7 +41,7 @@ class MoeSpeq final : public Strategy {
     }
     void on_load(SlabId id) override {
         ++loaded_;
-        used_[flat(id)] = ++stamp_;
+        used_[pool_.flat(id)] = ++stamp_;
         residents_.push_back(id);
     }
     void on_evict(SlabId id) override {
@@ -94,12 +92,8 @@ class MoeSpeq final : public Strategy {
     void draft_token(std::span<const int32_t> ids, int32_t k) override { buffer_.add(ids, k); }
 
   private:
-    [[nodiscard]] size_t flat(SlabId id) const {
-        return static_cast<size_t>(id.group) * static_cast<size_t>(pool_.n_experts) +
-               static_cast<size_t>(id.expert);
-    }
     [[nodiscard]] std::pair<int32_t, uint64_t> rank(SlabId id) const {
-        return {buffer_.remaining(id), used_[flat(id)]};
+        return {buffer_.remaining(id), used_[pool_.flat(id)]};
     }
 
     PoolShape pool_;

@@ -1,20 +1,11 @@
 #include "policy/substitution.h"
 
+#include "policy/split_mix.h"
+
 #include <algorithm>
 #include <cmath>
 
 namespace spice::policy {
-
-namespace {
-
-/// The finaliser of SplitMix64.
-uint64_t mix(uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
-    return x ^ (x >> 31);
-}
-
-} // namespace
 
 float gate_sum(std::span<const RoutedPair> row) {
     float sum = 0.0F;
@@ -33,9 +24,9 @@ void ForcedSubstitution::choose(int32_t layer, uint64_t n, std::span<const Route
     const size_t top = top_pair(row);
     const float heaviest = max_share_ * gate_sum(row);
     for (size_t i = 0; i < row.size(); ++i) {
-        uint64_t lot = mix(seed_ + 0x9e3779b97f4a7c15U);
+        uint64_t lot = split_mix(seed_);
         for (const uint64_t part : {static_cast<uint64_t>(layer), n, static_cast<uint64_t>(row[i].expert)}) {
-            lot = mix(lot ^ (part + 0x9e3779b97f4a7c15U));
+            lot = split_mix_finish(lot ^ (part + split_mix_step));
         }
         const double drawn = static_cast<double>(lot >> 11) * 0x1p-53;
         const bool light = max_share_ >= 1.0F || std::fabs(row[i].gate) <= heaviest;

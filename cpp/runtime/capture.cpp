@@ -67,13 +67,19 @@ void Capture::add_outputs(int32_t layer, int64_t n_out, std::vector<float> rows)
     }
 }
 
+void Capture::lose() noexcept {
+    const std::lock_guard lock(mutex_);
+    full_ = limit_ > 0;
+}
+
 Result<std::vector<CapturedCall>> Capture::take() {
     const std::lock_guard lock(mutex_);
     std::vector<CapturedCall> calls = std::exchange(calls_, {});
     kept_ = 0;
     if (std::exchange(full_, false)) {
-        return Status(Code::out_of_memory, "more was captured than the limit of " + std::to_string(limit_) +
-                                               " bytes; take it more often or give a higher limit");
+        return Status(Code::out_of_memory, "more was captured than memory or the limit of " +
+                                               std::to_string(limit_) +
+                                               " bytes hold; take it more often or give a higher limit");
     }
     return calls;
 }

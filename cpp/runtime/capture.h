@@ -50,6 +50,8 @@ class Capture {
     /// To the layer's last call.
     void add_gates(int32_t layer, std::vector<float> gates);
     void add_outputs(int32_t layer, int64_t n_out, std::vector<float> rows);
+    /// Something was not kept for want of memory: take() will say so.
+    void lose() noexcept;
     /// What was kept, in the order of the calls. Errors: out_of_memory, when the limit was reached.
     [[nodiscard]] Result<std::vector<CapturedCall>> take();
 

@@ -219,15 +219,17 @@ void DeviceCall::ended(const Times &times) {
     if (Timeline &timeline = tier_->engine_.timeline_; timeline.on()) {
         const double end = Timeline::now();
         const double begin = end - std::max(times.device, times.host + times.waited);
-        const std::string layer = "layer " + std::to_string(tier_->engine_.layer_of(group_)) + ": ";
-        const auto experts = [](size_t n) { return std::to_string(n) + (n == 1 ? " expert" : " experts"); };
+        const auto share = [&](size_t n) {
+            return "layer " + std::to_string(tier_->engine_.layer_of(group_)) + ": " + std::to_string(n) +
+                   (n == 1 ? " expert" : " experts");
+        };
         if (times.host > 0.0) {
-            timeline.add(Timeline::Track::host, layer + experts(host_rows_.size()), begin,
-                         begin + times.host);
+            timeline.add(
+                Timeline::Track::host, [&] { return share(host_rows_.size()); }, begin, begin + times.host);
         }
         if (times.device > 0.0) {
-            timeline.add(Timeline::Track::device, layer + experts(device_rows_.size()), end - times.device,
-                         end);
+            timeline.add(
+                Timeline::Track::device, [&] { return share(device_rows_.size()); }, end - times.device, end);
         }
     }
     if (host_complete_ && times.host > 0.0) tier_->costs_.host(bytes, host_rows_, times.host);

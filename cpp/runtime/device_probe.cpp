@@ -1,10 +1,11 @@
 #include "runtime/device_probe.h"
 
+#include "store/clock.h"
+
 #include "ggml-cpp.h"
 #include "ggml-cpu.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -18,19 +19,15 @@ constexpr int most_times = 7;
 constexpr int64_t many_rows = 32;
 constexpr size_t max_tensors = 32;
 
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 /// The median time of `run`, after one run that does not count.
 double median_seconds(const std::function<void()> &run) {
     run();
     std::vector<double> times;
-    const double begun = now();
-    while (times.empty() || (times.size() < most_times && now() - begun < most_seconds)) {
-        const double start = now();
+    const double begun = steady_now();
+    while (times.empty() || (times.size() < most_times && steady_now() - begun < most_seconds)) {
+        const double start = steady_now();
         run();
-        times.push_back(now() - start);
+        times.push_back(steady_now() - start);
     }
     std::ranges::nth_element(times, times.begin() + static_cast<ptrdiff_t>(times.size() / 2));
     return times[times.size() / 2];

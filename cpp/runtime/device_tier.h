@@ -15,6 +15,9 @@
 // Thread: any, but what says otherwise. Uploads end on the link's thread. State is guarded by the Engine's
 // lock, which is never held while a device is called. Errors: see make; a device that fails a graph makes the
 // call fail, and forget() empties the pool, because it cannot be known what else did not arrive.
+//
+// In parts: making it (device_tier_make.cpp), slots and uploads (device_tier.cpp), sending ahead
+// (device_ahead.cpp), and its share of one layer call (device_call.h).
 #pragma once
 
 #include "policy/eviction.h"
@@ -190,6 +193,9 @@ class DeviceTier {
     void set_up_ahead(); ///< once its groups are known
     [[nodiscard]] static std::vector<ClassNeeds>
     class_needs(const Engine &engine, ggml_backend_buffer_type_t type, std::span<const int32_t> layers);
+    /// The most slots of the class that take no more than `room`; its least if none do.
+    [[nodiscard]] static int32_t slots_within(ggml_backend_buffer_type_t type, const ClassNeeds &cls,
+                                              uint64_t room);
 
     // Under the Engine's lock:
     [[nodiscard]] DeviceSlab &slab(int32_t group, int32_t expert) {

@@ -2,6 +2,7 @@
 
 #include "runtime/device_tier.h"
 #include "runtime/surrogate_use.h"
+#include "store/align.h"
 
 #include <algorithm>
 #include <system_error>
@@ -12,10 +13,6 @@ namespace {
 
 // A slot for the expert that is computed and one for the expert that is read.
 constexpr int64_t min_slots = 2;
-
-uint64_t align_up(uint64_t n, uint64_t alignment) {
-    return (n + alignment - 1) / alignment * alignment;
-}
 
 /// The order in which a block multiplies: what is needed first is read first.
 int use_order(Projection projection) {

@@ -95,7 +95,6 @@ struct Counters {
 struct EngineOptions {
     int64_t expert_used = 0;   ///< the user's override of expert_used_count, 0 for none
     int32_t io_threads = 0;    ///< reads in flight; 0 tunes it
-    uint64_t ram_budget = 0;   ///< bytes for slots; 0: room for every expert
     std::string eviction = {}; ///< a name of policy::eviction_names(); empty: the default
     bool direct_io = true;
     PrefetchOptions prefetch = {};
@@ -138,8 +137,9 @@ class Engine {
                                     uint64_t pinned_limit = 0);
 
     /// Reads experts of routed banks, (layer, expert), the first first, into free slots until the first layer
-    /// call begins (preloader.h). Once, after build_pool; does not block. Errors: internal (no pool, a second
-    /// call, an expert that does not exist), out_of_memory (no thread).
+    /// call begins (preloader.h). Once, after build_pool and every build_device_pool, which its thread would
+    /// race with; does not block. Errors: internal (no pool, a second call, an expert that does not exist),
+    /// out_of_memory (no thread).
     [[nodiscard]] Status preload(std::span<const std::pair<int32_t, int32_t>> experts);
     /// How many rows each expert of the routed banks was used for, by layer.
     [[nodiscard]] std::map<int32_t, std::vector<uint64_t>> uses() const;
@@ -167,7 +167,7 @@ class Engine {
     [[nodiscard]] Prefetcher *prefetcher() const { return prefetcher_.get(); }
 
     /// Makes the tier of a device, which owns these layers (all, if none are named), after build_pool and
-    /// before the first layer call. Once for each device. `n_threads`: of the host, for a short probe of what
+    /// before preload() and the first layer call. Once for each device. `n_threads`: of the host, for a short probe of what
     /// both do with experts (device_probe.h); 0: none. Errors: DeviceTier::make's; internal (a layer that
     /// another device owns).
     [[nodiscard]] Status build_device_pool(ggml_backend_dev_t device, std::span<const int32_t> layers,

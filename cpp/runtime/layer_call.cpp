@@ -128,7 +128,9 @@ bool LayerCall::wait(size_t index, size_t part) {
     const Part &wanted = slab(index).parts[part];
     if (wanted.state() == PartState::ready) return true;
     const StallClock::Wait stall(engine_->stalls_);
-    return wanted.wait();
+    const bool came = wanted.wait();
+    if (!came) skipped_ = true;
+    return came;
 }
 
 const std::byte *LayerCall::weights(size_t index, size_t part) const {
@@ -144,7 +146,6 @@ Result<std::vector<size_t>> LayerCall::next_wave(size_t part) {
     for (;;) {
         const uint32_t seen = engine_->arrivals_.count();
         bool open = false;
-        bool failed = false;
         {
             const std::lock_guard lock(engine_->mutex_);
             bool room = true;
@@ -162,11 +163,11 @@ Result<std::vector<size_t>> LayerCall::next_wave(size_t part) {
                 if (wanted.state() == PartState::absent) {
                     engine_->request(*group_, experts_[i], part, Priority::demand);
                 }
-                failed = failed || wanted.state() == PartState::failed;
+                if (wanted.state() == PartState::failed) skipped_ = true;
                 if (wanted.state() == PartState::ready) wave.push_back(i);
             }
         }
-        if (failed) return failure();
+        if (skipped_) return failure();
         if (!wave.empty() || !open) break;
         const StallClock::Wait stall(engine_->stalls_);
         engine_->arrivals_.wait_past(seen);
@@ -184,20 +185,24 @@ void LayerCall::wave_done(std::span<const size_t> wave) {
 Status LayerCall::failure() {
     if (engine_ == nullptr) return {};
     const size_t n_parts = group_->parts.size();
+    bool failed = false;
     std::optional<int32_t> absent;
     for (size_t i = 0; i < experts_.size(); ++i) {
         if (!pinned_[i]) absent = experts_[i];
         for (size_t part = 0; part < n_parts && pinned_[i]; ++part) {
             const PartState state = slab(i).parts[part].state();
             if (state == PartState::absent) absent = experts_[i];
-            if (state != PartState::failed) continue;
-            Status error = engine_->arrivals_.take_error();
-            return !error.ok() ? error
-                               : Status(Code::io, "layer " + std::to_string(group_->layer) +
-                                                      ": an expert could not be read; try again");
+            failed = failed || state == PartState::failed;
         }
     }
-    if (absent && !streaming_) {
+    const bool lost = absent && !streaming_;
+    if (failed || (skipped_ && !lost)) {
+        Status error = engine_->arrivals_.take_error();
+        return !error.ok() ? error
+                           : Status(Code::io, "layer " + std::to_string(group_->layer) +
+                                                  ": an expert could not be read; try again");
+    }
+    if (lost) {
         return {Code::internal, "layer " + std::to_string(group_->layer) + ": expert " +
                                     std::to_string(*absent) +
                                     " was needed and not asked for; try again, and report this"};

@@ -12,6 +12,7 @@
 
 #include "runtime/engine.h"
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -46,7 +47,7 @@ class LayerCall {
     /// The wave was computed: a streaming call may give its slots to others.
     void wave_done(std::span<const size_t> wave);
     /// The first read error of this call, or ok. Internal, when an expert of a call that is not streaming was
-    /// never asked for: its rows were skipped, and nobody may take the result for one.
+    /// never asked for. In both cases rows were skipped, and nobody may take the result for one.
     [[nodiscard]] Status failure();
 
   private:
@@ -62,7 +63,8 @@ class LayerCall {
     std::vector<int32_t> experts_;
     std::vector<bool> pinned_;
     bool streaming_ = false;
-    size_t wave_part_ = max_parts; ///< the part that handed_out_ is about
+    std::atomic<bool> skipped_{false}; ///< a part did not come, though it may have since, for another call
+    size_t wave_part_ = max_parts;     ///< the part that handed_out_ is about
     std::vector<bool> handed_out_;
 };
 

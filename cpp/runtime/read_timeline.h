@@ -1,13 +1,10 @@
 // Puts each read of expert bytes on the timeline, on a track for each I/O thread.
 //
-// Thread: I/O threads call it. Nothing blocks for long. Errors: none; a span that finds no memory is not
-// kept.
+// Thread: I/O threads call it. Nothing blocks for long. Errors: none.
 #pragma once
 
 #include "runtime/timeline.h"
 #include "store/slab_reader.h"
-
-#include <new>
 
 namespace spice {
 
@@ -17,11 +14,9 @@ class ReadTimeline final : public ReadWatcher {
 
     [[nodiscard]] bool watching() const noexcept override { return timeline_.on(); }
     void watched(Priority priority, int32_t thread, double begin, double end) noexcept override {
-        try {
-            timeline_.add(Timeline::Track::read, priority == Priority::demand ? "demand" : "ahead", begin,
-                          end, thread);
-        } catch (const std::bad_alloc &) { // the timeline is a courtesy
-        }
+        timeline_.add(
+            Timeline::Track::read, [&] { return priority == Priority::demand ? "demand" : "ahead"; }, begin,
+            end, thread);
     }
 
   private:

@@ -3,7 +3,8 @@
 // Thread: any. start/stop take a lock; they are called only when there is something to wait for.
 #pragma once
 
-#include <chrono>
+#include "store/clock.h"
+
 #include <mutex>
 
 namespace spice {
@@ -32,15 +33,15 @@ class StallClock {
 
   private:
     void change(int by) {
-        const auto now = std::chrono::steady_clock::now();
+        const double now = steady_now();
         const std::lock_guard lock(mutex_);
-        if (waiting_ > 0) total_ += std::chrono::duration<double>(now - since_).count();
+        if (waiting_ > 0) total_ += now - since_;
         since_ = now;
         waiting_ += by;
     }
 
     mutable std::mutex mutex_;
-    std::chrono::steady_clock::time_point since_;
+    double since_ = 0.0;
     int waiting_ = 0;
     double total_ = 0.0;
 };

@@ -1,5 +1,6 @@
 #include "runtime/surrogates.h"
 
+#include "store/align.h"
 #include "store/fingerprint.h"
 #include "store/gguf_reader.h"
 #include "store/routers.h"
@@ -17,7 +18,7 @@ namespace {
 constexpr uint64_t k_alignment = 64; // a cache line
 
 uint64_t room(const GgufTensor *tensor) {
-    return tensor == nullptr ? 0 : (tensor->bytes + k_alignment - 1) / k_alignment * k_alignment;
+    return tensor == nullptr ? 0 : align_up(tensor->bytes, k_alignment);
 }
 
 Status not_finite(const Sidecar &sidecar, const GgufTensor &tensor) {

@@ -50,7 +50,6 @@ class SurrogateSet {
     [[nodiscard]] const SurrogateLayer &layer(int32_t group) const {
         return layers_[static_cast<size_t>(group)];
     }
-    [[nodiscard]] int32_t n_groups() const { return static_cast<int32_t>(layers_.size()); }
     [[nodiscard]] int32_t n_layers() const; ///< that have stand-ins
     [[nodiscard]] int64_t rank() const;     ///< the largest
     [[nodiscard]] bool calibrated() const;  ///< some layer is

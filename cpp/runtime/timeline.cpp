@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <fstream>
+#include <new>
 
 namespace spice {
 
@@ -22,14 +23,18 @@ void Timeline::start() {
     on_ = true;
 }
 
-void Timeline::add(Track track, std::string name, double begin, double end, int32_t lane) {
+void Timeline::add(Track track, policy::FunctionRef<std::string()> name, double begin, double end,
+                   int32_t lane) noexcept {
     const std::lock_guard lock(mutex_);
-    if (spans_.size() >= max_spans) {
-        ++dropped_;
-        return;
+    try {
+        if (spans_.size() < max_spans) {
+            spans_.push_back({track, lane, name(), begin, end});
+            if (track == Track::read) n_lanes_ = std::max(n_lanes_, lane + 1);
+            return;
+        }
+    } catch (const std::bad_alloc &) { // the timeline is a courtesy
     }
-    if (track == Track::read) n_lanes_ = std::max(n_lanes_, lane + 1);
-    spans_.push_back({track, lane, std::move(name), begin, end});
+    ++dropped_;
 }
 
 Status Timeline::write(const std::filesystem::path &path) const {

@@ -4,10 +4,11 @@
 // later is counted as dropped). Thread: any; short sections under a lock of its own. Errors: write() says io.
 #pragma once
 
+#include "policy/function_ref.h"
+#include "store/clock.h"
 #include "store/status.h"
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <mutex>
@@ -20,14 +21,14 @@ class Timeline {
   public:
     enum class Track : uint8_t { layer, host, device, upload, read };
 
-    [[nodiscard]] static double now() {
-        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-    }
+    [[nodiscard]] static double now() { return steady_now(); }
     void start();
     [[nodiscard]] bool on() const { return on_.load(std::memory_order_relaxed); }
-    /// A span from `begin` to `end` (seconds of now()). Call it only while on().
+    /// A span from `begin` to `end` (seconds of now()). Call it only while on(). One that finds no memory is
+    /// dropped: it may be called where nothing can be thrown.
     /// `lane`: for things of one kind that overlap: the I/O thread of a read.
-    void add(Track track, std::string name, double begin, double end, int32_t lane = 0);
+    void add(Track track, policy::FunctionRef<std::string()> name, double begin, double end,
+             int32_t lane = 0) noexcept;
     /// Writes what was kept and keeps going. Errors: io, with the file's name.
     [[nodiscard]] Status write(const std::filesystem::path &path) const;
 

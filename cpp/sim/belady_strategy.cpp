@@ -19,15 +19,14 @@ class Belady final : public policy::Strategy {
     Belady(bool per_layer, const policy::PoolShape &pool, const FutureUses &future)
         : pool_(pool), per_layer_(per_layer), quotas_(policy::equal_quotas(pool)),
           n_resident_(quotas_.size(), 0), placement_(policy::make_placement("all-fetch")), residents_(pool),
-          keys_(static_cast<size_t>(pool.n_groups) * static_cast<size_t>(pool.n_experts), never),
-          next_(future.experts.size()) {
+          keys_(pool.n_slabs(), never), next_(future.experts.size()) {
         // From the last call to the first: minus the number of the next call that uses the same slab.
         size_t end = future.experts.size();
         for (size_t c = future.groups.size(); c-- > 0;) {
             const size_t begin = c == 0 ? 0 : future.ends[c - 1];
             for (size_t i = begin; i < end; ++i) {
                 const SlabId id{future.groups[c], future.experts[i]};
-                next_[i] = std::exchange(keys_[flat(id)], -static_cast<int64_t>(c));
+                next_[i] = std::exchange(keys_[pool_.flat(id)], -static_cast<int64_t>(c));
             }
             end = begin;
         }
@@ -39,8 +38,8 @@ class Belady final : public policy::Strategy {
     void begin_call(const policy::StrategyCall &call) override {
         for (const int32_t e : call.experts) {
             const SlabId id{call.group, e};
-            keys_[flat(id)] = next_[at_++];
-            residents_.update(id, keys_[flat(id)]);
+            keys_[pool_.flat(id)] = next_[at_++];
+            residents_.update(id, keys_[pool_.flat(id)]);
         }
     }
     [[nodiscard]] bool full(SlabId incoming) const override {
@@ -51,7 +50,7 @@ class Belady final : public policy::Strategy {
     void on_load(SlabId id) override {
         ++total_;
         ++n_resident_[static_cast<size_t>(id.group)];
-        residents_.insert(id, keys_[flat(id)]);
+        residents_.insert(id, keys_[pool_.flat(id)]);
     }
     void on_evict(SlabId id) override {
         --total_;
@@ -64,17 +63,12 @@ class Belady final : public policy::Strategy {
         for (int32_t e = 0; e < pool_.n_experts; ++e) {
             const SlabId id{incoming.group, e};
             if (!residents_.contains(id) || !evictable(id)) continue;
-            if (!farthest || keys_[flat(id)] < keys_[flat(*farthest)]) farthest = id;
+            if (!farthest || keys_[pool_.flat(id)] < keys_[pool_.flat(*farthest)]) farthest = id;
         }
         return farthest;
     }
 
   private:
-    [[nodiscard]] size_t flat(SlabId id) const {
-        return static_cast<size_t>(id.group) * static_cast<size_t>(pool_.n_experts) +
-               static_cast<size_t>(id.expert);
-    }
-
     policy::PoolShape pool_;
     bool per_layer_;
     std::vector<int32_t> quotas_;

@@ -2,6 +2,7 @@
 
 #include "policy/eviction.h"
 #include "sim/check.h"
+#include "sim/steps.h"
 
 #include <algorithm>
 #include <limits>
@@ -41,60 +42,34 @@ Status check(const Routing &r, const ReplayOptions &o) {
     return {};
 }
 
-class CallBuilder {
-  public:
-    explicit CallBuilder(const Routing &routing)
-        : r_(routing), seen_(static_cast<size_t>(routing.n_experts), 0),
-          place_(static_cast<size_t>(routing.n_experts), 0) {}
-
-    /// Tokens [from, to) as one batch, through all layers.
-    void add(CallList &list, int32_t from, int32_t to, bool prefill) {
-        for (int32_t layer = 0; layer < r_.n_layers; ++layer) {
-            ++round_;
-            Call call{layer, prefill, list.experts.size(), 0};
-            const size_t row = static_cast<size_t>(layer) * static_cast<size_t>(r_.n_tokens);
-            const size_t k = static_cast<size_t>(r_.top_k);
-            for (size_t i = (row + static_cast<size_t>(from)) * k; i < (row + static_cast<size_t>(to)) * k;
-                 ++i) {
-                const size_t expert = static_cast<size_t>(r_.ids[i]);
-                const float weight = r_.weights.empty() ? 1.0F : r_.weights[i];
-                if (seen_[expert] != round_) {
-                    seen_[expert] = round_;
-                    place_[expert] = list.experts.size();
-                    list.experts.push_back(r_.ids[i]);
-                    list.weights.push_back(weight);
-                } else {
-                    list.weights[place_[expert]] += weight;
-                }
-            }
-            call.end = list.experts.size();
-            list.calls.push_back(call);
-        }
+/// Tokens [from, to) as one batch, through all layers.
+void add_calls(CallList &list, BatchBuilder &batch, int32_t n_layers, int32_t from, int32_t to,
+               bool prefill) {
+    for (int32_t layer = 0; layer < n_layers; ++layer) {
+        const policy::StrategyCall call = batch.call(layer, from, to);
+        const size_t begin = list.experts.size();
+        list.experts.insert(list.experts.end(), call.experts.begin(), call.experts.end());
+        list.weights.insert(list.weights.end(), call.weights.begin(), call.weights.end());
+        list.calls.push_back({layer, prefill, begin, list.experts.size()});
     }
-
-  private:
-    const Routing &r_;
-    std::vector<uint64_t> seen_; ///< by expert: the last call it was added to
-    std::vector<size_t> place_;
-    uint64_t round_ = 0;
-};
+}
 
 /// Calls `use` with the calls of each pool's life: one sequence, or all of them.
 template <class Use>
 void for_each_life(const Routing &r, const ReplayOptions &o, const Use &use) {
-    CallBuilder builder(r);
+    BatchBuilder batch(r);
     CallList list;
     int32_t at = 0;
     for (size_t s = 0; s < r.lens.size(); ++s) {
         const int32_t end = at + r.lens[s];
         if (o.prefill != 0 && at < end) {
             const int32_t to = o.prefill < 0 || o.prefill > end - at ? end : at + o.prefill;
-            builder.add(list, at, to, true);
+            add_calls(list, batch, r.n_layers, at, to, true);
             at = to;
         }
         while (at < end) {
             const int32_t to = o.batch > end - at ? end : at + o.batch;
-            builder.add(list, at, to, false);
+            add_calls(list, batch, r.n_layers, at, to, false);
             at = to;
         }
         if (!o.keep || s + 1 == r.lens.size()) {

@@ -50,7 +50,6 @@ class Simulator {
                             : policy::make_strategy(o_.strategy, pool_);
         predictor_ = make_predictor(*strategy);
         tiers_.begin_life(std::move(strategy));
-        horizon_ = tiers_.strategy().horizon();
         if (o_.profile.empty()) return;
         std::vector<SlabId> start;
         tiers_.strategy().start_with(o_.profile, start);
@@ -73,18 +72,16 @@ class Simulator {
     }
 
     void sequence(int32_t from, int32_t to) {
-        const int32_t prefill = o_.prefill < 0 ? to - from : std::min(o_.prefill, to - from);
         const double start = now_;
         const double joules_before = joules();
-        for (int32_t at = from; at < from + prefill; at += o_.prefill_batch) {
-            pass(at, std::min(at + o_.prefill_batch, from + prefill), true);
-        }
+        const int32_t decoded =
+            steps_.for_each_prefill(from, to, [&](int32_t begin, int32_t end) { pass(begin, end, true); });
         result_.prefill_seconds += now_ - start;
-        result_.prefill_tokens += prefill;
+        result_.prefill_tokens += decoded - from;
         const double joules_between = joules();
         result_.prefill_joules += joules_between - joules_before;
-        tell_future(from + prefill, to);
-        for (int32_t at = from + prefill; at < to;) {
+        tell_future(decoded, to);
+        for (int32_t at = decoded; at < to;) {
             const double step_start = now_;
             at = step(at, to);
             result_.seconds += now_ - step_start;
@@ -143,23 +140,11 @@ class Simulator {
         return drafted;
     }
 
-    /// Calls `use(begin, end)` for the decode steps of tokens [from, to), as step() will take them when the
-    /// strategy does not choose the draft's length.
-    template <class Use>
-    void for_each_step(int32_t from, int32_t to, const Use &use) const {
-        for (int32_t at = from; at < to;) {
-            const int32_t drafted = std::min(o_.draft, to - at - 1);
-            const int32_t end = drafted > 0 ? at + 1 + drafted : std::min(at + o_.batch, to);
-            use(at, end);
-            at = drafted > 0 ? at + 1 + steps_.accepted(at, drafted) : end;
-        }
-    }
-
     /// The steps of a sequence to come, for the predictor that is told them.
     void tell_future(int32_t from, int32_t to) {
         if (predictor_ == nullptr || predictor_->name() != "replay") return;
         std::vector<policy::FutureCall> calls;
-        for_each_step(from, to, [&](int32_t begin, int32_t end) {
+        steps_.for_each_step(from, to, [&](int32_t begin, int32_t end) {
             for (int32_t layer = 0; layer < r_.n_layers; ++layer) {
                 const auto ids = ids_of(layer, begin, end);
                 calls.push_back({layer, end - begin, {ids.begin(), ids.end()}});
@@ -183,11 +168,7 @@ class Simulator {
         for (const int32_t length : r_.lens) {
             const int32_t end = start + length;
             if (start >= from && end <= to) {
-                const int32_t prefill = o_.prefill < 0 ? length : std::min(o_.prefill, length);
-                for (int32_t at = start; at < start + prefill; at += o_.prefill_batch) {
-                    add(at, std::min(at + o_.prefill_batch, start + prefill));
-                }
-                for_each_step(start + prefill, end, add);
+                steps_.for_each_step(steps_.for_each_prefill(start, end, add), end, add);
             }
             start = end;
         }
@@ -462,11 +443,10 @@ class Simulator {
     policy::PoolShape pool_;
     Tiers tiers_;
     BatchBuilder batch_;
-    DraftSteps steps_;
+    Steps steps_;
     std::unique_ptr<policy::Predictor> predictor_;
     RecordedPredictor *recorded_ = nullptr; ///< predictor_, if it is that one
     std::vector<float> recall_;
-    int32_t horizon_ = 0;
     double now_ = 0.0;
     double layer_seconds_ = 0.0;
     double waited_ = 0.0;     ///< seconds of the present layer call in which the host had nothing to compute

@@ -1,19 +1,15 @@
 #include "sim/steps.h"
 
+#include "policy/split_mix.h"
+
 namespace spice::sim {
 
 namespace {
 
-/// SplitMix64: the same numbers on every machine.
-uint64_t mix(uint64_t x) {
-    x += 0x9E3779B97F4A7C15U;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
-    return x ^ (x >> 31);
-}
+using policy::split_mix;
 
 double uniform(uint64_t x) {
-    return static_cast<double>(mix(x) >> 11) * 0x1.0p-53;
+    return static_cast<double>(split_mix(x) >> 11) * 0x1.0p-53;
 }
 
 } // namespace
@@ -46,26 +42,26 @@ policy::StrategyCall BatchBuilder::call(int32_t layer, int32_t from, int32_t to)
     return {layer, experts_, rows_, weights_, to - from};
 }
 
-int32_t DraftSteps::accepted(int32_t at, int32_t drafted) const {
+int32_t Steps::accepted(int32_t at, int32_t drafted) const {
     int32_t n = 0;
     while (n < drafted) {
         const uint64_t which = static_cast<uint64_t>(at) << 8 | static_cast<uint64_t>(n);
-        if (uniform(mix(options_.seed) ^ which) >= options_.acceptance) break;
+        if (uniform(split_mix(options_.seed) ^ which) >= options_.acceptance) break;
         ++n;
     }
     return n;
 }
 
-std::span<const int32_t> DraftSteps::guessed(int32_t token) {
+std::span<const int32_t> Steps::guessed(int32_t token) {
     const size_t k = static_cast<size_t>(r_.top_k);
     for (size_t layer = 0; layer < static_cast<size_t>(r_.n_layers); ++layer) {
         const size_t from = (layer * static_cast<size_t>(r_.n_tokens) + static_cast<size_t>(token)) * k;
         for (size_t i = 0; i < k; ++i) {
-            const uint64_t which = mix(options_.seed + 1) ^ (from + i);
+            const uint64_t which = split_mix(options_.seed + 1) ^ (from + i);
             guess_[layer * k + i] =
                 uniform(which) < options_.fidelity
                     ? r_.ids[from + i]
-                    : static_cast<int32_t>(mix(mix(which)) % static_cast<uint64_t>(r_.n_experts));
+                    : static_cast<int32_t>(split_mix(split_mix(which)) % static_cast<uint64_t>(r_.n_experts));
         }
     }
     return guess_;

@@ -9,7 +9,7 @@ using policy::SlabId;
 
 Tiers::Tiers(const Machine &machine, const Model &model, const policy::PoolShape &fast, int32_t memory_slots,
              const std::string &memory_eviction)
-    : model_(model), memory_slots_(machine.has_device ? memory_slots : 0), n_slots_(fast.n_slots),
+    : model_(model), memory_slots_(machine.has_device ? memory_slots : 0),
       memory_shape_{fast.n_groups, fast.n_experts, memory_slots, fast.top_k},
       memory_eviction_name_(memory_eviction), link_(machine.has_device ? machine.link : machine.disk),
       disk_(machine.disk), fast_(fast.n_groups, fast.n_experts), memory_(fast.n_groups, fast.n_experts),

@@ -73,7 +73,6 @@ class Tiers {
 
     const Model &model_;
     int32_t memory_slots_;
-    int32_t n_slots_;
     policy::PoolShape memory_shape_;
     std::string memory_eviction_name_;
     std::unique_ptr<policy::Strategy> strategy_;

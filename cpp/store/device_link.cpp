@@ -1,17 +1,10 @@
 #include "store/device_link.h"
 
+#include "store/clock.h"
+
 #include <algorithm>
-#include <chrono>
 
 namespace spice {
-
-namespace {
-
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-} // namespace
 
 std::unique_ptr<DeviceLink> DeviceLink::make(ggml_backend_dev_t device, Done done) {
     std::unique_ptr<DeviceLink> link(new DeviceLink);
@@ -60,7 +53,7 @@ DeviceLink::Ticket DeviceLink::submit(std::span<const UploadPart> parts, ggml_ba
         const std::lock_guard in_order(submit_mutex_);
         flight.ticket = ticket = ++last_;
         named(ticket);
-        flight.since = now();
+        flight.since = steady_now();
         if (after != nullptr) ggml_backend_event_wait(stream_.get(), after);
         for (const UploadPart &part : parts) {
             flight.bytes += part.bytes;
@@ -79,7 +72,7 @@ DeviceLink::Ticket DeviceLink::submit(std::span<const UploadPart> parts, ggml_ba
         ggml_backend_synchronize(stream_.get());
     }
     // Without our lock: `done` may submit the next one.
-    const double ended = now();
+    const double ended = steady_now();
     {
         const std::lock_guard lock(mutex_);
         counters_.uploads += 1;
@@ -110,7 +103,7 @@ void DeviceLink::run() {
         const Flight flight = flights_.front(); // stays there until it has ended, for order()
         lock.unlock();
         ggml_backend_event_synchronize(flight.event.get());
-        const double ended = now();
+        const double ended = steady_now();
         const double begun = std::max(flight.since, free_since_);
         free_since_ = ended;
         lock.lock();

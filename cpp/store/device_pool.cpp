@@ -1,5 +1,7 @@
 #include "store/device_pool.h"
 
+#include "store/align.h"
+
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -8,8 +10,6 @@
 namespace spice {
 
 namespace {
-
-constexpr size_t max_tensors = 256;
 
 /// A tensor without data, to ask for sizes and to place.
 ggml_tensor *slot_tensor(ggml_context *context, const DevicePartShape &shape, int32_t n_slots) {
@@ -30,8 +30,7 @@ uint64_t part_bytes(ggml_backend_buffer_type_t type, const std::vector<DevicePar
         const ggml_tensor *tensor = slot_tensor(context.get(), shape, n_slots);
         most = std::max<uint64_t>(most, ggml_backend_buft_get_alloc_size(type, tensor));
     }
-    const uint64_t alignment = ggml_backend_buft_get_alignment(type);
-    return (most + alignment - 1) / alignment * alignment;
+    return align_up(most, ggml_backend_buft_get_alignment(type));
 }
 
 } // namespace
@@ -59,8 +58,9 @@ int32_t DevicePool::most_slots(ggml_backend_buffer_type_t type,
 Result<DevicePool> DevicePool::make(ggml_backend_buffer_type_t type,
                                     std::span<const std::vector<DevicePartShape>> shapes, int32_t n_slots) {
     DevicePool pool;
-    pool.context_ = tensor_context(max_tensors);
-    pool.tensors_.resize(shapes.size());
+    size_t n_tensors = 0;
+    for (const auto &part : shapes) n_tensors += part.size();
+    pool.context_ = tensor_context(n_tensors);
     pool.n_slots_ = n_slots;
     for (const auto &part : shapes) {
         const uint64_t bytes = part_bytes(type, part, n_slots);
@@ -73,6 +73,15 @@ Result<DevicePool> DevicePool::make(ggml_backend_buffer_type_t type,
         ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         ggml_backend_buffer_clear(buffer.get(), 0);
         pool.device_bytes_ += bytes;
+        std::vector<ggml_tensor *> &tensors = pool.tensors_.emplace_back();
+        for (const DevicePartShape &shape : part) {
+            tensors.push_back(slot_tensor(pool.context_.get(), shape, n_slots));
+            if (ggml_backend_tensor_alloc(buffer.get(), tensors.back(),
+                                          ggml_backend_buffer_get_base(buffer.get())) !=
+                GGML_STATUS_SUCCESS) {
+                return Status(Code::out_of_memory, "the device refused a tensor for experts");
+            }
+        }
         pool.buffers_.push_back(std::move(buffer));
     }
     pool.free_.resize(static_cast<size_t>(n_slots));
@@ -80,20 +89,13 @@ Result<DevicePool> DevicePool::make(ggml_backend_buffer_type_t type,
     return pool;
 }
 
-Result<ggml_tensor *> DevicePool::part_tensor(size_t part, const DevicePartShape &shape) {
+ggml_tensor *DevicePool::part_tensor(size_t part, const DevicePartShape &shape) const {
     for (ggml_tensor *tensor : tensors_[part]) {
         if (tensor->type == shape.type && tensor->ne[0] == shape.n_in && tensor->ne[1] == shape.n_out) {
             return tensor;
         }
     }
-    ggml_backend_buffer_t buffer = buffers_[part].get();
-    ggml_tensor *tensor = slot_tensor(context_.get(), shape, n_slots_);
-    if (ggml_backend_tensor_alloc(buffer, tensor, ggml_backend_buffer_get_base(buffer)) !=
-        GGML_STATUS_SUCCESS) {
-        return Status(Code::out_of_memory, "the device refused a tensor for experts");
-    }
-    tensors_[part].push_back(tensor);
-    return tensor;
+    return nullptr;
 }
 
 std::optional<int32_t> DevicePool::take() {

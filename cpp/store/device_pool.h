@@ -43,9 +43,8 @@ class DevicePool {
     [[nodiscard]] static int32_t most_slots(ggml_backend_buffer_type_t type,
                                             std::span<const std::vector<DevicePartShape>> shapes);
 
-    /// The slot tensor of a part, [n_in, n_out, n_slots], made at the first use of the shape. Not
-    /// thread-safe: call it for every shape before the pool is shared; then it only looks up.
-    [[nodiscard]] Result<ggml_tensor *> part_tensor(size_t part, const DevicePartShape &shape);
+    /// The slot tensor of a part, [n_in, n_out, n_slots]; nullptr: the pool was not made for the shape.
+    [[nodiscard]] ggml_tensor *part_tensor(size_t part, const DevicePartShape &shape) const;
 
     [[nodiscard]] std::optional<int32_t> take();
     void release(int32_t slot) { free_.push_back(slot); }
@@ -54,9 +53,9 @@ class DevicePool {
     [[nodiscard]] uint64_t device_bytes() const { return device_bytes_; }
 
   private:
-    ggml_context_ptr context_; ///< of the tensors; destroyed after the buffers' users, before nothing
-    std::vector<ggml_backend_buffer_ptr> buffers_; ///< one for each part
-    std::vector<std::vector<ggml_tensor *>> tensors_;
+    ggml_context_ptr context_;                        ///< of the tensors
+    std::vector<ggml_backend_buffer_ptr> buffers_;    ///< one for each part
+    std::vector<std::vector<ggml_tensor *>> tensors_; ///< of each part, one for each shape
     int32_t n_slots_ = 0;
     uint64_t device_bytes_ = 0;
     std::vector<int32_t> free_; ///< a stack

@@ -1,4 +1,4 @@
-// Where the bytes of every expert lie: ExpertId -> file, offset, length, type and shape of each part.
+// Where the bytes of every expert lie: file, offset, length, type and shape of each of its parts.
 //
 // Built from GGUF headers only (no tensor data is read). Any thread may read a built index; nothing blocks.
 // Errors: Status of `GgufModel::open` (gguf_model.h) or of `ExpertIndex::build`, never an exception.
@@ -13,13 +13,6 @@
 #include <vector>
 
 namespace spice {
-
-/// One routed FFN of one layer.
-struct ExpertId {
-    int32_t layer = 0;
-    int32_t expert = 0;
-    auto operator<=>(const ExpertId &) const = default;
-};
 
 /// Which routed set of a layer: the experts proper (`_exps`) or Grove's adjugate experts (`_chexps`).
 enum class Bank : uint8_t { routed, adjugate };
@@ -65,7 +58,7 @@ class ExpertIndex {
     /// The part that holds this tensor, or nullptr.
     [[nodiscard]] const ExpertPart *find(std::string_view tensor_name) const;
     [[nodiscard]] uint64_t total_weight_bytes() const; ///< all experts of all layers, weights only
-    [[nodiscard]] int64_t n_experts() const;           ///< number of ExpertIds (sum over layers, routed bank)
+    [[nodiscard]] int64_t n_experts() const;           ///< sum over layers, routed bank
 
   private:
     std::vector<LayerExperts> layers_;

@@ -64,13 +64,6 @@ int FileOps::open(const std::filesystem::path &path, bool want_direct, OpenFile 
         if (want_direct) (void)fcntl(out.fd, F_NOCACHE, 1); // macOS: the same wish, no alignment asked
 #endif
     }
-    struct stat info = {};
-    if (fstat(out.fd, &info) != 0) {
-        const int error = errno;
-        close(out);
-        return error;
-    }
-    out.size = static_cast<uint64_t>(info.st_size);
     return 0;
 }
 

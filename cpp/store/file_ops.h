@@ -16,7 +16,6 @@ struct OpenFile {
     int fd = -1;
     bool direct = false;    ///< O_DIRECT: past the page cache
     uint32_t alignment = 1; ///< of file offsets, lengths and memory, for direct files
-    uint64_t size = 0;
 };
 
 class FileOps {

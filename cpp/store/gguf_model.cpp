@@ -1,5 +1,6 @@
 #include "store/gguf_model.h"
 
+#include "store/align.h"
 #include "store/gguf_reader.h"
 
 #include "ggml.h"
@@ -154,8 +155,7 @@ bool find_alignment(GgufReader &in, const Header &header, uint64_t &alignment) {
 /// Offsets become absolute; each tensor lies in the file, and no two share a byte.
 bool place_tensors(GgufReader &in, Header &header, uint64_t alignment) {
     const uint64_t size = in.size();
-    const uint64_t padded = (in.position() + alignment - 1) / alignment * alignment;
-    header.file.data_offset = std::min(padded, size);
+    const uint64_t padded = align_up(in.position(), alignment);
     for (GgufTensor &tensor : header.tensors) {
         const std::string name = "tensor " + shown(tensor.name);
         if (tensor.offset % alignment != 0) {

@@ -45,8 +45,7 @@ struct GgufTensor {
 
 struct GgufFile {
     std::filesystem::path path;
-    uint64_t size = 0;        ///< bytes
-    uint64_t data_offset = 0; ///< where tensor data starts
+    uint64_t size = 0; ///< bytes
 };
 
 class GgufModel {

@@ -14,6 +14,7 @@ namespace spice {
 namespace {
 
 constexpr size_t k_window = size_t{1} << 20;
+constexpr uint64_t k_max_string = uint64_t{256} << 20; // whole tokenizers are kept in some
 
 std::string reason(int error) {
     return std::string(std::strerror(error));
@@ -120,9 +121,18 @@ bool GgufReader::no_room(uint64_t count, std::string_view what) {
                                      " bytes of the file are left; the file is damaged, download it again");
 }
 
+/// Files can be sparse, so that what is left of one bounds no allocation.
+bool GgufReader::read_length(uint64_t &length) {
+    if (!read(length) || !room_for(length, 1, "a string's length")) return false;
+    return length <= k_max_string ||
+           fail(Code::malformed, "a string of " + std::to_string(length) + " bytes; up to " +
+                                     std::to_string(k_max_string) +
+                                     " are possible; the file is damaged, download it again");
+}
+
 bool GgufReader::view_string(std::string_view &value, std::string &scratch) {
     uint64_t length = 0;
-    if (!read(length) || !room_for(length, 1, "a string's length")) return false;
+    if (!read_length(length)) return false;
     if (length <= window_.size()) {
         const char *bytes = take(static_cast<size_t>(length));
         if (bytes == nullptr) return false;
@@ -137,7 +147,7 @@ bool GgufReader::view_string(std::string_view &value, std::string &scratch) {
 
 bool GgufReader::read_string(std::string &value) {
     uint64_t length = 0;
-    if (!read(length) || !room_for(length, 1, "a string's length")) return false;
+    if (!read_length(length)) return false;
     value.resize(static_cast<size_t>(length));
     return copy(value.data(), length);
 }
@@ -151,7 +161,6 @@ std::string shown(std::string_view name) {
 
 namespace {
 
-constexpr std::string_view k_string_length = "a string's length";
 constexpr uint64_t k_max_ints = 4096;
 
 template <class Stored, class Kept>
@@ -251,7 +260,8 @@ int32_t byte_of(std::string_view token) {
 bool skip_strings(GgufReader &in, uint64_t count) {
     uint64_t length = 0;
     for (uint64_t i = 0; i < count; ++i) {
-        if (!in.read(length) || !in.room_for(length, 1, k_string_length) || !in.skip(length)) return false;
+        if (!in.read(length) || !in.room_for(length, 1, "a string's length") || !in.skip(length))
+            return false;
     }
     return true;
 }

@@ -32,7 +32,6 @@ class GgufReader {
     [[nodiscard]] uint64_t size() const { return size_; }
     [[nodiscard]] uint64_t position() const { return window_at_ + cursor_; }
     [[nodiscard]] uint64_t remaining() const { return size_ - position(); }
-    [[nodiscard]] const std::string &name() const { return name_; }
 
     /// Keeps the first error. The message gets the file's name in front. Returns false.
     bool fail(Code code, const std::string &what);
@@ -46,7 +45,7 @@ class GgufReader {
         return true;
     }
 
-    /// A length and that many bytes.
+    /// A length and that many bytes, at most 256 MiB.
     bool read_string(std::string &value);
     /// The same, seen only until the next call; `scratch` holds strings longer than the window.
     bool view_string(std::string_view &value, std::string &scratch);
@@ -70,6 +69,7 @@ class GgufReader {
         cursor_ += bytes;
         return at;
     }
+    bool read_length(uint64_t &length);
     bool skip_far(uint64_t bytes);
     bool past_end();
     bool no_room(uint64_t count, std::string_view what);

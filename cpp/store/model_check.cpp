@@ -3,11 +3,10 @@
 // builders and ggml-cpu; values that llama.cpp itself refuses with an exception are left to it, unless a
 // clearer message costs nothing.
 #include "store/expert_index.h"
-#include "store/gguf_model.h"
+#include "store/model_rules.h"
 
 #include "ggml-cpu.h"
 #include "ggml.h"
-#include "gguf.h"
 
 #include <algorithm>
 #include <charconv>
@@ -66,50 +65,31 @@ int64_t layer_of(std::string_view name) {
     return error == std::errc{} && end != name.data() + name.size() && *end == '.' ? layer : -1;
 }
 
-class Check {
+class Check : CheckedModel {
   public:
-    Check(const GgufModel &model, int64_t expert_used)
-        : model_(model), arch_(model.architecture()), override_(expert_used) {}
+    Check(const GgufModel &model, int64_t expert_used) : CheckedModel(model), override_(expert_used) {}
 
     Status run() {
-        Status (Check::*const rules[])() = {
-            &Check::sizes, &Check::types,    &Check::experts, &Check::used_experts, &Check::heads,
-            &Check::rope,  &Check::divisors, &Check::floats,  &Check::tokens,       &Check::special_tokens};
+        Status (Check::*const rules[])() = {&Check::sizes,        &Check::types, &Check::experts,
+                                            &Check::used_experts, &Check::heads, &Check::rope,
+                                            &Check::divisors,     &Check::floats};
         for (const auto rule : rules) {
             Status status = (this->*rule)();
             if (!status.ok()) return status;
         }
-        return {};
+        return check_vocabulary(*this);
     }
 
   private:
-    // Without tensors it is a vocabulary file: llama.cpp reads no hyper-parameters of those (vocab_only).
-    [[nodiscard]] bool has_tensors() const { return !model_.tensors().empty(); }
-    [[nodiscard]] std::string key(std::string_view name) const { return arch_ + "." + std::string(name); }
-    [[nodiscard]] std::optional<int64_t> number(std::string_view name, int32_t layer = 0) const {
-        return model_.get_int(key(name), layer);
-    }
-    [[nodiscard]] const GgufArray *array(std::string_view full_key) const {
-        const auto at = model_.metadata().find(full_key);
-        return at == model_.metadata().end() ? nullptr : std::get_if<GgufArray>(&at->second);
-    }
     [[nodiscard]] bool any_tensor(std::string_view part) const {
-        return std::any_of(model_.tensors().begin(), model_.tensors().end(),
+        return std::any_of(model().tensors().begin(), model().tensors().end(),
                            [&](const GgufTensor &t) { return contains(t.name, part); });
     }
     [[nodiscard]] const GgufTensor *in_layer(int32_t layer, std::string_view rest) const {
-        return model_.find("blk." + std::to_string(layer) + "." + std::string(rest));
+        return model().find("blk." + std::to_string(layer) + "." + std::string(rest));
     }
     [[nodiscard]] int32_t n_layers() const {
         return static_cast<int32_t>(std::clamp<int64_t>(number("block_count").value_or(0), 0, k_max_layers));
-    }
-    [[nodiscard]] Status refuse(const std::string &what, Code code = Code::malformed) const {
-        return {code,
-                model_.files().front().path.string() + ": " + what +
-                    ". llama.cpp would crash on it, so it is not loaded; use another copy of the model"};
-    }
-    [[nodiscard]] Status refuse_key(std::string_view name, int64_t value, const std::string &possible) const {
-        return refuse(key(name) + " is " + std::to_string(value) + "; possible is " + possible);
     }
 
     Status sizes() {
@@ -129,10 +109,10 @@ class Check {
                 return refuse_key(name, *value, "1 to 2147483647");
         }
         if (blocks) {
-            for (const GgufTensor &tensor : model_.tensors()) {
+            for (const GgufTensor &tensor : model().tensors()) {
                 // The speech models and the adapters of granite-switch number more than blocks with it.
                 const bool other =
-                    contains(arch_, "tts") || contains(arch_, "wavtokenizer") || contains(arch_, "switch");
+                    contains(arch(), "tts") || contains(arch(), "wavtokenizer") || contains(arch(), "switch");
                 if (layer_of(tensor.name) >= *blocks && !other) {
                     return refuse("tensor '" + tensor.name + "' belongs to no layer, block_count is " +
                                   std::to_string(*blocks));
@@ -166,7 +146,7 @@ class Check {
         if (name.starts_with("rope_freqs.") || name.starts_with("rope_factors_")) return f32;
         // The one vector that is multiplied as a matrix; all others are norms in disguise.
         if (tensor.n_dims == 1 && name.ends_with(".weight") && !contains(name, "ffn_gate_inp_shexp")) {
-            return f32 || contains(arch_, "wavtokenizer") || contains(arch_, "tts");
+            return f32 || contains(arch(), "wavtokenizer") || contains(arch(), "tts");
         }
         // Everything else is multiplied or looked up: MUL_MAT calls vec_dot without looking whether there is
         // one.
@@ -175,7 +155,7 @@ class Check {
     }
 
     Status types() {
-        for (const GgufTensor &tensor : model_.tensors()) {
+        for (const GgufTensor &tensor : model().tensors()) {
             if (!type_is_possible(tensor)) {
                 return refuse("tensor '" + tensor.name + "' has the type " +
                                   ggml_type_name(static_cast<ggml_type>(tensor.ggml_type)) +
@@ -187,7 +167,7 @@ class Check {
     }
 
     Status experts() {
-        Result<ExpertIndex> built = ExpertIndex::build(model_);
+        Result<ExpertIndex> built = ExpertIndex::build(model());
         if (!built.ok()) return built.status();
         const ExpertIndex &index = built.value();
         const int64_t count = number("expert_count").value_or(0);
@@ -231,7 +211,7 @@ class Check {
             }
         }
         const std::optional<int64_t> gating = number("expert_gating_func");
-        const bool none = needs_gating_func().contains(arch_);
+        const bool none = needs_gating_func().contains(arch());
         if (count > 0 && gating && (*gating < (none ? 1 : 0) || *gating > 4)) {
             return refuse_key("expert_gating_func", *gating, "1 to 4");
         }
@@ -241,10 +221,10 @@ class Check {
     Status used_experts() {
         if (!has_tensors()) return {};
         const int64_t count = number("expert_count").value_or(0);
-        const bool dense_hunyuan = (arch_ == "hunyuan-dense" || arch_ == "hunyuan_vl") && count <= 1;
+        const bool dense_hunyuan = (arch() == "hunyuan-dense" || arch() == "hunyuan_vl") && count <= 1;
         if (dense_hunyuan) return {}; // llama.cpp sets both to zero
         if (override_ < 0 || override_ > count) {
-            return {Code::unsupported, model_.files().front().path.string() +
+            return {Code::unsupported, model().files().front().path.string() +
                                            ": expert_used_count is asked to be " + std::to_string(override_) +
                                            ", but the model has " + std::to_string(count) +
                                            " experts; ask for at most as many"};
@@ -310,7 +290,7 @@ class Check {
 
     Status rope() {
         if (!has_tensors()) return {};
-        const std::optional<std::string> scaling = model_.get_string(key("rope.scaling.type"));
+        const std::optional<std::string> scaling = model().get_string(key("rope.scaling.type"));
         if (scaling && *scaling != "none" && *scaling != "linear" && *scaling != "yarn" &&
             *scaling != "longrope") {
             return refuse(key("rope.scaling.type") + " is none of none, linear, yarn and longrope");
@@ -324,7 +304,7 @@ class Check {
             return refuse_key("rope.dimension_count", *turned,
                               "an even number up to " + std::to_string(head));
         }
-        if (*turned != head && whole_head_rope().contains(arch_) && !number("attention.key_length_swa")) {
+        if (*turned != head && whole_head_rope().contains(arch()) && !number("attention.key_length_swa")) {
             return refuse_key("rope.dimension_count", *turned, "the head's length, " + std::to_string(head));
         }
         const int64_t latent = number("attention.kv_lora_rank").value_or(0);
@@ -337,10 +317,11 @@ class Check {
         // other.
         const bool absorbed = latent > 0 && number("attention.key_length_mla").value_or(0) > 0;
         const bool as_deepseek =
-            arch_ == "deepseek2" || arch_ == "deepseek32" || arch_ == "glm-dsa" || arch_ == "mistral4";
-        if (absorbed && as_deepseek && head != latent + *turned) {
+            arch() == "deepseek2" || arch() == "deepseek32" || arch() == "glm-dsa" || arch() == "mistral4";
+        if (absorbed && as_deepseek && head - *turned != latent) { // not their sum: a lying rank overflows it
             return refuse_key("attention.key_length", head,
-                              "kv_lora_rank + rope.dimension_count, " + std::to_string(latent + *turned));
+                              "kv_lora_rank + rope.dimension_count, " + std::to_string(latent) + " + " +
+                                  std::to_string(*turned));
         }
         return {};
     }
@@ -352,7 +333,7 @@ class Check {
                                  "attention.output_group_count", "conv_group_size"}) {
             if (number(name).value_or(1) < 1) return refuse_key(name, *number(name), "1 or more");
         }
-        if (contains(arch_, "ernie") && number("interleave_moe_layer_step").value_or(1) < 1) {
+        if (contains(arch(), "ernie") && number("interleave_moe_layer_step").value_or(1) < 1) {
             return refuse_key("interleave_moe_layer_step", *number("interleave_moe_layer_step"), "1 or more");
         }
         if (!any_tensor(".ssm_")) return {};
@@ -362,7 +343,7 @@ class Check {
         }
         const std::optional<int64_t> inner = number("ssm.inner_size");
         const int64_t width = number("embedding_length").value_or(0);
-        if ((arch_ == "jamba" || arch_ == "granitehybrid") && inner && *inner != 2 * width) {
+        if ((arch() == "jamba" || arch() == "granitehybrid") && inner && *inner != 2 * width) {
             return refuse_key("ssm.inner_size", *inner,
                               "twice embedding_length, " + std::to_string(2 * width));
         }
@@ -372,8 +353,8 @@ class Check {
     Status floats() {
         for (const char *name : {"attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon",
                                  "attention.group_norm_epsilon"}) {
-            const auto at = model_.metadata().find(key(name));
-            if (at == model_.metadata().end()) continue;
+            const auto at = model().metadata().find(key(name));
+            if (at == model().metadata().end()) continue;
             const auto *value = std::get_if<double>(&at->second);
             if (value != nullptr && !(*value >= 0.0)) { // NaN too
                 return refuse(key(name) + " is " + std::to_string(*value) + "; possible is 0 or more");
@@ -384,102 +365,6 @@ class Check {
         return {};
     }
 
-    Status tokens() {
-        const std::string tokenizer = model_.get_string("tokenizer.ggml.model").value_or("");
-        const GgufTensor *rows = model_.find("token_embd.weight");
-        if (tokenizer == "none" || tokenizer == "no_vocab") {
-            // That many empty tokens are made before any tensor is looked at.
-            const int64_t size = number("vocab_size").value_or(0);
-            if (rows != nullptr && size > rows->shape[1]) {
-                return refuse_key("vocab_size", size,
-                                  "up to " + std::to_string(rows->shape[1]) + " by the tensors");
-            }
-            return {};
-        }
-        const GgufArray *list = array("tokenizer.ggml.tokens");
-        if (list == nullptr) return {};
-        if (list->type != GGUF_TYPE_STRING || list->count == 0) {
-            return refuse("tokenizer.ggml.tokens is not a list of at least one text");
-        }
-        if (list->has_twins) return refuse("tokenizer.ggml.tokens holds the same token twice");
-        if (tokenizer == "llama" && list->missing_byte >= 0) {
-            return refuse("tokenizer.ggml.tokens has no token for the byte " +
-                          std::to_string(list->missing_byte));
-        }
-        for (const char *name : {"tokenizer.ggml.scores", "tokenizer.ggml.token_type"}) {
-            const GgufArray *other = array(name);
-            if (other != nullptr && other->count < list->count) {
-                return refuse(std::string(name) + " has " + std::to_string(other->count) + " elements for " +
-                              std::to_string(list->count) + " tokens");
-            }
-        }
-        // Draft models speak another vocabulary than their tokenizer's.
-        if (rows != nullptr && arch_ != "eagle3" && arch_ != "dflash" &&
-            static_cast<uint64_t>(rows->shape[1]) != list->count) {
-            return refuse("token_embd.weight has " + std::to_string(rows->shape[1]) + " rows for " +
-                          std::to_string(list->count) + " tokens");
-        }
-        return {};
-    }
-
-    /// llama.cpp replaces an id out of range by the tokenizer's default, or by none when that is out of range
-    /// too; only a token that is none and has to be added aborts, at the first text.
-    Status special_tokens() {
-        const std::string tokenizer = model_.get_string("tokenizer.ggml.model").value_or("");
-        const GgufArray *list = array("tokenizer.ggml.tokens");
-        if (list == nullptr) return {};
-        const bool spm = tokenizer == "llama";
-        const bool wpm = tokenizer == "bert";
-        const bool ugm = tokenizer == "t5";
-        const bool gemma4 = tokenizer == "gemma4";
-        const bool bpe = tokenizer == "gpt2";
-        if (!spm && !wpm && !ugm && !bpe && !gemma4) return {};
-        struct Special {
-            const char *id;
-            const char *add;
-            int64_t fallback;
-            bool added;
-        };
-        const std::array<Special, 3> specials = {
-            Special{"bos_token_id", "add_bos_token",
-                    spm   ? 1
-                    : wpm ? 101
-                    : bpe ? 11
-                          : -1,
-                    spm || wpm || gemma4},
-            Special{"eos_token_id", "add_eos_token",
-                    spm   ? 2
-                    : ugm ? 1
-                    : bpe ? 11
-                          : -1,
-                    ugm},
-            Special{"seperator_token_id", "add_sep_token", wpm ? 102 : -1, wpm},
-        };
-        for (const Special &special : specials) {
-            const std::string prefix = "tokenizer.ggml.";
-            const auto count = static_cast<int64_t>(std::min<uint64_t>(list->count, INT64_MAX));
-            bool added = special.added;
-            const auto at = model_.metadata().find(prefix + special.add);
-            if (at != model_.metadata().end()) {
-                // WPM and Gemma 4 add theirs whatever the flag says.
-                if (const auto *flag = std::get_if<bool>(&at->second))
-                    added = *flag || (added && (wpm || gemma4));
-            }
-            if (std::string_view(special.add) == "add_sep_token" && !wpm) continue; // only WPM adds it
-            const std::optional<int64_t> id = model_.get_int(prefix + special.id);
-            const bool found =
-                (id && *id >= 0 && *id < count) || (special.fallback >= 0 && special.fallback < count);
-            if (added && !found) {
-                return refuse(prefix + special.id + " is " + std::to_string(id.value_or(special.fallback)) +
-                              " of " + std::to_string(count) + " tokens, and " + special.add +
-                              " asks for it");
-            }
-        }
-        return {};
-    }
-
-    const GgufModel &model_;
-    std::string arch_;
     int64_t override_;
 };
 

@@ -14,6 +14,15 @@ bool one_of(std::string_view name, std::initializer_list<std::string_view> names
     return std::ranges::find(names, name) != names.end();
 }
 
+/// Layers that llama.cpp computes for the token itself; numbers that lie are taken for 0.
+int64_t n_layers(const GgufModel &model) {
+    const std::string arch = model.architecture();
+    const auto count = [&](const char *key) {
+        return std::clamp<int64_t>(model.get_int(arch + key).value_or(0), 0, INT32_MAX);
+    };
+    return count(".block_count") - count(".nextn_predict_layers");
+}
+
 /// llama.cpp's gating where the header does not name one, or where its graph does not ask the header.
 GatingKind default_gating(const GgufModel &model, std::string_view arch) {
     if (arch == "gpt-oss") return GatingKind::softmax_chosen;
@@ -23,8 +32,7 @@ GatingKind default_gating(const GgufModel &model, std::string_view arch) {
         return GatingKind::sigmoid;
     }
     if (arch == "deepseek2") { // GLM 4.7 Lite goes under this name and says nothing
-        const int64_t layers = model.get_int("deepseek2.block_count").value_or(0) -
-                               model.get_int("deepseek2.nextn_predict_layers").value_or(0);
+        const int64_t layers = n_layers(model);
         const GgufTensor *embedding = model.find("token_embd.weight");
         const bool glm =
             (layers == 47 || layers == 48) && embedding != nullptr && embedding->shape[1] == 154880;
@@ -149,9 +157,7 @@ class Finder {
 RouterSet find_routers(const GgufModel &model, const ExpertIndex &index, int64_t expert_used) {
     RouterSet set;
     set.gating = find_gating(model, expert_used);
-    const std::string arch = model.architecture();
-    const int64_t n_layers = model.get_int(arch + ".block_count").value_or(0) -
-                             model.get_int(arch + ".nextn_predict_layers").value_or(0);
+    const int64_t layers = n_layers(model);
     const Finder finder(model);
     bool two_banks = false;
     for (const LayerExperts &layer : index.layers()) {
@@ -166,7 +172,7 @@ RouterSet find_routers(const GgufModel &model, const ExpertIndex &index, int64_t
             if (info.n_expert == 0) continue;
             two_banks = two_banks || bank == Bank::adjugate;
             std::string why;
-            if (layer.layer >= n_layers) {
+            if (layer.layer >= layers) {
                 why = "it predicts a second token, which llama.cpp does not compute here";
             } else {
                 why = finder.fill(info);

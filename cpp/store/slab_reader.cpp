@@ -1,8 +1,10 @@
 #include "store/slab_reader.h"
 
+#include "store/align.h"
+#include "store/clock.h"
+
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -11,12 +13,6 @@
 #include <system_error>
 
 namespace spice {
-
-namespace {
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-} // namespace
 
 struct SlabReader::Bounce {
     struct Free {
@@ -28,7 +24,7 @@ struct SlabReader::Bounce {
     /// At least `n` bytes, aligned for any direct file; nullptr when there is no memory.
     std::byte *get(size_t n) {
         if (n > bytes) {
-            const size_t rounded = (n + 4095) / 4096 * 4096;
+            const size_t rounded = align_up(n, 4096);
             data.reset(static_cast<std::byte *>(std::aligned_alloc(4096, rounded)));
             bytes = data == nullptr ? 0 : rounded;
         }
@@ -96,14 +92,23 @@ Status SlabReader::read(uint32_t file, uint64_t offset, std::span<std::byte> to)
     struct Waiter final : Completion {
         std::promise<Status> result;
         void done(const Status &status) noexcept override { result.set_value(status); }
-    } waiter;
-    // The destination has no room around it: go through a buffer unless the file is buffered anyway.
-    std::vector<std::byte> padded(to.size() + 2 * size_t{alignment_});
-    auto *start = padded.data() + alignment_;
-    submit({file, offset, {start, to.size()}, &waiter}, Priority::demand);
-    Status status = waiter.result.get_future().get();
-    if (status.ok()) std::memcpy(to.data(), start, to.size());
-    return status;
+    };
+    try {
+        // The destination has no room around it: go through a buffer, piece by piece.
+        std::vector<std::byte> padded(std::min(to.size(), options_.max_read) + 2 * size_t{alignment_});
+        std::byte *start = padded.data() + alignment_;
+        for (size_t done = 0; done < to.size();) {
+            const size_t n = std::min(to.size() - done, options_.max_read);
+            Waiter waiter;
+            submit({file, offset + done, {start, n}, &waiter}, Priority::demand);
+            if (Status status = waiter.result.get_future().get(); !status.ok()) return status;
+            std::memcpy(to.data() + done, start, n);
+            done += n;
+        }
+        return {};
+    } catch (const std::bad_alloc &) {
+        return {Code::out_of_memory, paths_[file].string() + ": no memory for a read buffer"};
+    }
 }
 
 bool SlabReader::promote(const Completion &completion) {
@@ -148,15 +153,15 @@ void SlabReader::work(int32_t thread) {
         queue->pop_front();
         prefetches_ += prefetch ? 1 : 0;
         if (in_flight_++ == 0) {
-            busy_since_ = now();
+            busy_since_ = steady_now();
             measured_until_ = busy_since_;
         }
         lock.unlock();
         ReadWatcher *watcher = options_.watcher;
-        const double begun = watcher != nullptr && watcher->watching() ? now() : 0.0;
+        const double begun = watcher != nullptr && watcher->watching() ? steady_now() : 0.0;
         const Status status = serve(request, bounce);
         if (begun > 0.0) {
-            watcher->watched(prefetch ? Priority::prefetch : Priority::demand, thread, begun, now());
+            watcher->watched(prefetch ? Priority::prefetch : Priority::demand, thread, begun, steady_now());
         }
         lock.lock();
         account(request, prefetch, status);
@@ -168,7 +173,7 @@ void SlabReader::work(int32_t thread) {
 
 /// Counts a read that ended. Under the lock.
 void SlabReader::account(const ReadRequest &request, bool prefetch, const Status &status) {
-    const double ended = now();
+    const double ended = steady_now();
     prefetches_ -= prefetch ? 1 : 0;
     waiting_ -= request.to.size();
     if (--in_flight_ == 0) counters_.busy_seconds += ended - busy_since_;
@@ -201,7 +206,7 @@ Status SlabReader::serve(const ReadRequest &request, Bounce &bounce) {
         const auto head = static_cast<size_t>(offset - first);
         // Whole units, at most max_read; the last one may reach past the range.
         const size_t wanted = std::min(request.to.size() - done + head, options_.max_read / align * align);
-        const size_t room = (wanted + align - 1) / align * align;
+        const size_t room = align_up(wanted, align);
         std::byte *to = request.to.data() + done - head;
         if (!in_place) {
             to = bounce.get(room);

@@ -1,5 +1,7 @@
 #include "store/slot_pool.h"
 
+#include "store/align.h"
+
 #include <numeric>
 #include <string>
 
@@ -12,7 +14,7 @@ constexpr uint64_t page = 4096; // what direct reads may ask of an address
 Result<SlotPool> SlotPool::make(uint64_t slot_bytes, int32_t n_slots, uint64_t alignment,
                                 ggml_backend_buffer_type_t pinned) {
     SlotPool pool;
-    pool.stride_ = (slot_bytes + alignment - 1) / alignment * alignment;
+    pool.stride_ = align_up(slot_bytes, alignment);
     pool.n_slots_ = n_slots;
     const uint64_t bytes = pool.stride_ * static_cast<uint64_t>(n_slots);
     if (pinned != nullptr) {
@@ -20,7 +22,7 @@ Result<SlotPool> SlotPool::make(uint64_t slot_bytes, int32_t n_slots, uint64_t a
         ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(pinned, bytes + page));
         if (buffer != nullptr && ggml_backend_buffer_get_type(buffer.get()) == pinned) {
             const auto address = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(buffer.get()));
-            pool.base_ = reinterpret_cast<std::byte *>((address + page - 1) / page * page);
+            pool.base_ = reinterpret_cast<std::byte *>(align_up(address, page));
             pool.buffer_ = std::move(buffer);
         }
     }

@@ -220,6 +220,15 @@ TEST(a_call_that_the_device_gives_up_leaves_no_trace) {
     CHECK_EQ(f.tier().counters().resident_experts, 0u);
 }
 
+TEST(device_pools_come_before_preloading) {
+    const Fixture f;
+    CHECK(f.engine->build_pool(f.engine->plan().everything).ok());
+    CHECK(f.engine->preload(std::vector<std::pair<int32_t, int32_t>>{{0, 1}}).ok());
+    const spice::Status late =
+        f.engine->build_device_pool(spice::DeviceTier::find_device(), {}, uint64_t{1} << 29, "");
+    CHECK(late.code() == spice::Code::internal && f.engine->devices().empty());
+}
+
 TEST(what_is_preloaded_goes_up_as_long_as_there_is_room) {
     const Fixture f;
     CHECK_EQ(f.build(1.0, 0.5, "static").message(), "");

@@ -286,6 +286,27 @@ TEST(a_read_error_fails_that_call_and_the_next_works) {
     }
 }
 
+TEST(a_failed_read_is_not_forgotten_when_another_call_reads_again) {
+    const Fixture f(8);
+    const std::vector<int32_t> ids = {0, 1};
+    for (const bool waves : {false, true}) {
+        f.ops->plan = [](int, size_t) { return std::optional<ssize_t>(-EIO); };
+        LayerCall failed;
+        CHECK(failed.begin(*f.engine, waves ? 1 : 0, ids).ok());
+        if (waves) CHECK(!failed.next_wave(0).ok());
+        for (size_t i = 0; i < ids.size() && !waves; ++i) CHECK(!failed.wait(i, 0));
+        for (size_t part = 0; part < 3; ++part) { // all reads have ended, so that no other one fails
+            for (size_t i = 0; i < ids.size(); ++i) CHECK(!failed.wait(i, part));
+        }
+        f.ops->plan = nullptr;
+        LayerCall other; // of another context: it asks again for what failed
+        CHECK(other.begin(*f.engine, waves ? 1 : 0, ids).ok());
+        CHECK(compute_direct(f, other, waves ? 1 : 0));
+        CHECK(other.failure().ok());
+        CHECK(failed.failure().code() == Code::io); // rows of the first call were skipped all the same
+    }
+}
+
 TEST(a_call_may_end_before_its_reads) {
     const Fixture f(3);
     for (int i = 0; i < 50; ++i) {

@@ -128,6 +128,9 @@ TEST(check_latent_attention) {
     EXPECT_CHECK(b, Code::ok, "");
     b.u32("deepseek2.attention.key_length", 50);
     EXPECT_CHECK(b, Code::malformed, "attention.key_length is 50");
+    b.set("deepseek2.attention.kv_lora_rank", GGUF_TYPE_UINT64, UINT64_MAX); // its sum with 16 overflows
+    EXPECT_CHECK(b, Code::malformed, "9223372036854775807 + 16");
+    b.u32("deepseek2.attention.kv_lora_rank", 32);
     b.u32("deepseek2.attention.key_length", 48);
     b.u32("deepseek2.attention.key_length_mla", 16);
     EXPECT_CHECK(b, Code::malformed, "dimension_count is 16");

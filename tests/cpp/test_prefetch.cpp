@@ -209,11 +209,8 @@ TEST(meter_ignores_idle_and_unlike_passes) {
         meter.skip_pass();
     }
     CHECK_EQ(meter.n_pairs(), 0);
-    meter.end_pass({.seconds = std::nan(""), .missed_bytes = 1});
-    meter.end_pass({.seconds = 2.0, .useful_bytes = 3, .late_bytes = 4, .wasted_bytes = 5});
-    CHECK_EQ(meter.total().useful_bytes, 3);
-    CHECK_EQ(meter.total().late_bytes, 4);
-    CHECK_EQ(meter.total().wasted_bytes, 5);
+    for (int32_t i = 0; i < 100; ++i) meter.end_pass({.seconds = std::nan(""), .missed_bytes = 1});
+    CHECK_EQ(meter.n_pairs(), 0);
 }
 
 TEST(one_hiccup_does_not_decide) {

@@ -75,6 +75,14 @@ TEST(heads_of_a_model_and_its_sidecar) {
     CHECK(fitted.value().bytes() > plain.value().bytes());
 }
 
+TEST(a_lying_number_of_extra_layers_is_not_believed) {
+    const test::TempDir dir;
+    test::GgufBuilder builder = test::good_model();
+    builder.set("llama.nextn_predict_layers", GGUF_TYPE_INT64, INT64_MIN); // 2 less it overflows
+    const Opened m = open_model(dir.write("m.gguf", builder.bytes()));
+    CHECK_EQ(find_routers(m.model, m.index, 0).reason, "");
+}
+
 TEST(a_sidecar_nobody_asked_for_is_left_out_with_a_reason) {
     const test::TempDir dir;
     const Opened m = open_model(dir.write("m.gguf", test::good_model().bytes()));
