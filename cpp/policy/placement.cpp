@@ -74,12 +74,13 @@ double finish_time(const PlacementCall &call, const PlacementCosts &costs, std::
     if (late > 0.0) device = std::max(device, landing) + costs.device_call + late;
     fetch_order(call, places, order);
     const bool on_device = resident > 0.0 || late > 0.0 || !order.empty();
-    const auto per_launch = static_cast<size_t>(
-        fetches_per_launch(costs, call.slab_bytes, static_cast<int32_t>(order.size())));
+    const auto per_launch =
+        static_cast<size_t>(fetches_per_launch(costs, call.slab_bytes, static_cast<int32_t>(order.size())));
     double link = call.link_queued;
     for (size_t first = 0; first < order.size(); first += per_launch) {
         double takes = costs.device_call;
-        for (const int32_t job : std::span(order).subspan(first, std::min(per_launch, order.size() - first))) {
+        for (const int32_t job :
+             std::span(order).subspan(first, std::min(per_launch, order.size() - first))) {
             const auto i = static_cast<size_t>(job);
             link = std::max(link, call.memory_at(i)) + costs.transfer(call.slab_bytes);
             takes += costs.device.at(call.rows[i]);

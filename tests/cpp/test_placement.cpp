@@ -102,7 +102,13 @@ TEST(finish_times) {
     calls.costs.host_call = 0.5;
     calls.costs.device_call = 0.25;
     CHECK_EQ(finish(calls, "dhh"), 8.5);
-    CHECK_EQ(finish(calls, "dff"), 9.0); // the device's start hides behind the link
+    CHECK_EQ(finish(calls, "dff"), 9.25); // the last fetch's launch follows its transfer
+    CHECK_EQ(fetches_per_launch(calls.costs, 4, 2), 1);
+    calls.costs.device_call = 2.0; // half a transfer: worth waiting for two
+    CHECK_EQ(fetches_per_launch(calls.costs, 4, 9), 2);
+    CHECK_EQ(finish(calls, "dff"), 12.0);
+    late.costs.device_call = 0.25;
+    CHECK_EQ(finish(late, "dd"), 3.75); // a launch for what is there, and one for what lands
     CHECK_EQ(finish(Case{{}, {}}, ""), 0.0);
 }
 
