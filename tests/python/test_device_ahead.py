@@ -41,7 +41,8 @@ def test_predicted_experts_are_sent_ahead(
     assert stats["device_prefetch_on"] and stats["predicted_calls"] > 0
     assert_consistent(stats)
     sent = stats["device_fetched"] + stats["device_filled"] + stats["device_prefetched"]
-    assert stats["uploads"] == pytest.approx(sent, abs=1), "the last one may be on its way"
+    # Counted at the begin and, by another thread, at the end: some were under way at the reset, or are now.
+    assert stats["uploads"] == pytest.approx(sent, abs=stats["plan"]["vram_slots"])
 
 
 @pytest.mark.parametrize(
