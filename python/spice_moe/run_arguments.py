@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 
 from . import __version__, _core, budget, command, files, lore
-from .arguments import MAX_THREADS
+from .arguments import CACHE_TYPES, MAX_THREADS, QUANTISED_CACHE_TYPES
 from .device import check_vram, placements
 from .options import SpiceOptions, predictors, strategies
 
@@ -69,6 +69,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (args.prompt is not None or args.file or args.interactive):
         terminal = sys.stdin is not None and sys.stdin.isatty()
         args.interactive = terminal and not args.json and not args.raw
+    if args.cache_type_v in QUANTISED_CACHE_TYPES and not args.flash_attn:
+        parser.error(f"--cache-type-v {args.cache_type_v} needs --flash-attn on")
     if args.lore_budget is not None and not args.lore:
         parser.error("--lore-budget bounds what --lore may cost: give --lore, too")
     try:
@@ -139,6 +141,12 @@ def _running(group: argparse._ArgumentGroup) -> None:
     add("--threads-batch", type=threads, metavar="N", help="compute threads for prompts")
     add("--batch", "--batch-size", type=command.integer(1, 2**31 - 1), default=512, metavar="N",
         help="prompt tokens per step (default 512)")  # fmt: skip
+    add("-fa", "--flash-attn", type=_switch, nargs="?", const=True, default=False, metavar="on|off",
+        help="flash attention: less memory for a long context, other last bits (default off)")  # fmt: skip
+    add("-ctk", "--cache-type-k", metavar="TYPE", choices=CACHE_TYPES, default="f16",
+        help=f"the KV cache's type for keys: {', '.join(CACHE_TYPES)} (default f16)")  # fmt: skip
+    add("-ctv", "--cache-type-v", metavar="TYPE", choices=CACHE_TYPES, default="f16",
+        help="the same for values; quantised ones need --flash-attn on")  # fmt: skip
     add("--lora", metavar="FILE", help="a LoRA adapter, as GGUF")
     add("--gpu-layers", "--n-gpu-layers", type=command.integer(-1, 2**31 - 1), metavar="N", default=0,
         help="layers whose other weights go to the GPU, -1 for all (default 0)")  # fmt: skip
@@ -198,6 +206,14 @@ def _valid(check: Callable[[str], None]) -> Callable[[str], str]:
     return command.checked(valid)
 
 
+def _switch(text: str) -> bool:
+    """``"on"`` or ``"off"``, in the words that llama.cpp takes for them."""
+    for value, words in ((True, ("on", "enabled", "true", "1")), (False, ("off", "disabled", "false", "0"))):
+        if text.lower() in words:
+            return value
+    raise argparse.ArgumentTypeError(f"must be on or off, not {text!r}")
+
+
 def _shares(text: str) -> list[float]:
     """``"3,1"`` or ``"3/1"``, as llama.cpp reads it."""
     share = command.number(0)
@@ -246,6 +262,9 @@ def for_llama(args: argparse.Namespace) -> dict[str, Any]:
         "n_ctx": -(-args.ctx // 256) * 256,
         "n_batch": args.batch,
         "n_ubatch": args.batch,
+        "flash_attn": args.flash_attn,
+        "type_k": CACHE_TYPES[args.cache_type_k],
+        "type_v": CACHE_TYPES[args.cache_type_v],
         "kv_overrides": _expert_override(args),
         "verbose": args.verbose,
         **{name: count for name, count in threads.items() if count is not None},
