@@ -183,7 +183,8 @@ def _experts(group: argparse._ArgumentGroup) -> None:
         help="what spice-fit made (default: MODEL.spice.gguf, if it is there)")  # fmt: skip
     add("--lore", type=command.checked(lore.from_text), metavar="WHAT",
         help="approximate: replace missed experts that matter little by stand-ins of spice-fit --lore; "
-        "on (those in the sidecar), FILE, or auto:KL (nats per token, as in auto:0.01)")  # fmt: skip
+        "on (those in the sidecar), FILE, auto:KL (nats per token, as in auto:0.01), or off (default)",
+        )  # fmt: skip
     add("--lore-budget", type=float, metavar="KL",
         help=f"nats of expected KL per token that they may cost (default {lore.DEFAULT_BUDGET}, inf: any)",
         )  # fmt: skip
