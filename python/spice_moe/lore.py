@@ -62,9 +62,9 @@ class LorePlan:
     """What was resolved."""
 
     path: str
-    rank: int
     layers: int  #: that have stand-ins
     bytes: int  #: of memory, part of ``ram_budget``
+    share: float  #: of the bytes of all the model's experts
     budget: float | None  #: nats of expected KL per token; None: thresholds alone
     auto: bool
     prompts: bool
@@ -74,7 +74,7 @@ class LorePlan:
         chosen = "thresholds chosen by cost" if self.auto else "light experts only"
         where = "" if self.prompts else ", prompts exact"
         return (
-            f"approximate: missed experts may be replaced by stand-ins of rank {self.rank} "
+            f"approximate: missed experts may be replaced by stand-ins of {self.share:.1%} of their size "
             f"({Path(self.path).name}; {chosen}{bound}{where})"
         )
 
@@ -107,7 +107,8 @@ def load(
     wide = {"max_share": 1.0, "max_mass": 1.0, "max_confidence": 1.0} if auto is not None else {}
     core.use_lore(budget=bound, prompts=prompts, **wide)
     kept = None if math.isinf(bound) else bound
-    return LorePlan(path, facts["rank"], facts["layers"], facts["bytes"], kept, auto is not None, prompts)
+    share = facts["bytes"] / core.summary()["expert_bytes"]
+    return LorePlan(path, facts["layers"], facts["bytes"], share, kept, auto is not None, prompts)
 
 
 def from_text(text: str) -> object:

@@ -91,7 +91,10 @@ def test_the_plan_says_so(model: Path, options: dict, budget: float | None, word
         prefill(llm, prompt(120), [20, *[1] * 100])
         stats = llm.spice.stats()
     assert not plan.exact
-    assert plan.exactness.startswith("approximate: missed experts may be replaced by stand-ins of rank 8")
+    share = plan.lore["bytes"] / plan.expert_bytes
+    assert plan.lore["share"] == share
+    words_of_all = "approximate: missed experts may be replaced by stand-ins of"
+    assert plan.exactness.startswith(f"{words_of_all} {share:.1%} of their size (m.spice.gguf;")
     assert words in plan.exactness and plan.exactness in str(plan)
     assert "stand-ins for 3 layers" in str(plan)
     assert plan.lore["budget"] == budget
