@@ -80,8 +80,8 @@ def _recall(report: dict[str, Any]) -> list[str]:
 
 def _lore(lore: dict[str, Any]) -> list[str]:
     lines = [
-        f"stand-ins of size {lore['rank']}: {format_bytes(lore['bytes'])}, {lore['share']:.1%} of the experts. "
-        "Squared error on",
+        f"stand-ins of size {lore['rank']}: {format_bytes(lore['bytes'])}, {lore['share']:.1%} of the experts"
+        ". Squared error on",
         "tokens that were not fitted; at the right of the block's output, when all but each token's first",
         "expert are dropped, replaced by their mean, by stand-ins (and expected):",
         "  layer  neurons + rank  stand-in  mean alone      drop    mean  stand-in",
