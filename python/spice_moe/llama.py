@@ -12,7 +12,7 @@ import jinja2
 import llama_cpp
 import llama_cpp._internals as internals
 
-from . import _core, arguments, files
+from . import _core, arguments, context_memory, files
 from .attachment import Attachment
 from .budget import Budget
 from .device import VramBudget
@@ -106,6 +106,7 @@ class Llama(llama_cpp.Llama):
         arguments.check(kwargs)
         attachment = self._attachment = Attachment(path, options, kwargs)
         try:
+            context_memory.check(path, kwargs, layers=attachment.n_layers, beside=attachment.certain_bytes)
             with (
                 attachment.monitor,
                 _core.AbortGuard() as guard,
