@@ -5,7 +5,10 @@ C would cut what does not fit, and llama.cpp ends the process for some of what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import llama_cpp
@@ -39,6 +42,21 @@ _RANGES: dict[str, tuple[int, int]] = {
     "main_gpu": _INT32,
     "split_mode": _INT32,
 }
+
+
+_PARENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
+
+
+def warn_of_unknown(arguments: Iterable[str], own: Iterable[str]) -> None:
+    """Warn of names that ``llama_cpp.Llama`` takes and ignores: a misspelt option would be off in silence.
+
+    own: the names that SPICE adds.
+    """
+    for name in arguments:
+        if name not in _PARENTS:
+            close = difflib.get_close_matches(name, [*own, *_PARENTS], n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            warnings.warn(f"Llama has no argument {name}, it is ignored{meant}", UserWarning, stacklevel=3)
 
 
 def check(arguments: Mapping[str, Any]) -> None:

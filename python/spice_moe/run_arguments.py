@@ -102,9 +102,9 @@ def _prompting(parser: argparse.ArgumentParser) -> None:
     )
     prompt.add_argument("-i", "--interactive", action="store_true", help="chat (default at a terminal)")
     add("--raw", action="store_true", help="complete the text as it is, without a chat template")
-    add("--system", metavar="TEXT", help="system message of the chat")
-    add("-n", "--tokens", "--n-predict", metavar="N", type=command.count,
-        help="stop after N tokens (default: when done)")  # fmt: skip
+    add("-sys", "--system", "--system-prompt", metavar="TEXT", help="system message of the chat")
+    add("-n", "--tokens", "--n-predict", metavar="N", type=_tokens,
+        help="stop after N tokens (default: when done, as is -1)")  # fmt: skip
     add("--stop", metavar="TEXT", action="append", default=[], help="end an answer before TEXT; repeatable")
     add("--json", action="store_true", help="print one JSON object instead of streaming text")
     add("-v", "--verbose", action="store_true", help="show llama.cpp's own log, and tracebacks")
@@ -113,7 +113,7 @@ def _prompting(parser: argparse.ArgumentParser) -> None:
 
 def _sampling(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--temp", type=command.number(0), default=0.8, metavar="T",
+    add("--temp", "--temperature", type=command.number(0), default=0.8, metavar="T",
         help="temperature, 0 is greedy (default 0.8)")  # fmt: skip
     add("--top-k", type=command.integer(0), default=40, metavar="K", help="default 40, 0 is all")
     add("--top-p", type=command.number(0, 1), default=0.95, metavar="P", help="default 0.95")
@@ -122,24 +122,24 @@ def _sampling(group: argparse._ArgumentGroup) -> None:
         help="default 1.0, which is none")  # fmt: skip
     add("--presence-penalty", type=command.number(-10, 10), default=0.0, metavar="X", help="default 0")
     add("--frequency-penalty", type=command.number(-10, 10), default=0.0, metavar="X", help="default 0")
-    add("--seed", type=command.integer(-1, _UINT32), metavar="N",
+    add("-s", "--seed", type=command.integer(-1, _UINT32), metavar="N",
         help="for a repeatable answer (default: random, as is -1)")  # fmt: skip
     rules = group.add_mutually_exclusive_group()
     add = rules.add_argument
     add("--grammar", metavar="GBNF", help="only text that this grammar allows")
     add("--grammar-file", metavar="FILE", type=Path, help="the same, from a file")
-    add("--json-schema", metavar="JSON", help="only JSON that this schema allows; {} is any")
+    add("-j", "--json-schema", metavar="JSON", help="only JSON that this schema allows; {} is any")
     add("--json-schema-file", metavar="FILE", type=Path, help="the same, from a file")
 
 
 def _running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     threads = command.integer(1, MAX_THREADS)
-    add("-c", "--ctx", "--ctx-size", type=command.integer(1, 2**31 - 1), default=4096, metavar="N",
-        help="context, in steps of 256 (default 4096)")  # fmt: skip
+    add("-c", "--ctx", "--ctx-size", type=command.integer(0, 2**31 - 1), default=4096, metavar="N",
+        help="context, in steps of 256, 0: the model's own (default 4096)")  # fmt: skip
     add("-t", "--threads", type=threads, metavar="N", help="compute threads for single tokens")
-    add("--threads-batch", type=threads, metavar="N", help="compute threads for prompts")
-    add("--batch", "--batch-size", type=command.integer(1, 2**31 - 1), default=512, metavar="N",
+    add("-tb", "--threads-batch", type=threads, metavar="N", help="compute threads for prompts")
+    add("-b", "--batch", "--batch-size", type=command.integer(1, 2**31 - 1), default=512, metavar="N",
         help="prompt tokens per step (default 512)")  # fmt: skip
     add("-fa", "--flash-attn", type=_switch, nargs="?", const=True, default=False, metavar="on|off",
         help="flash attention: less memory for a long context, other last bits (default off)")  # fmt: skip
@@ -148,13 +148,13 @@ def _running(group: argparse._ArgumentGroup) -> None:
     add("-ctv", "--cache-type-v", metavar="TYPE", choices=CACHE_TYPES, default="f16",
         help="the same for values; quantised ones need --flash-attn on")  # fmt: skip
     add("--lora", metavar="FILE", help="a LoRA adapter, as GGUF")
-    add("--gpu-layers", "--n-gpu-layers", type=command.integer(-1, 2**31 - 1), metavar="N", default=0,
+    add("-ngl", "--gpu-layers", "--n-gpu-layers", type=command.integer(-1, 2**31 - 1), metavar="N", default=0,
         help="layers whose other weights go to the GPU, -1 for all (default 0)")  # fmt: skip
-    add("--split-mode", choices=_SPLIT_MODES, default="layer",
+    add("-sm", "--split-mode", choices=_SPLIT_MODES, default="layer",
         help="how llama.cpp spreads a model over several GPUs (default layer)")  # fmt: skip
-    add("--tensor-split", type=_shares, metavar="N0,N1",
+    add("-ts", "--tensor-split", type=_shares, metavar="N0,N1",
         help="share of the model for each GPU (default: by free memory)")  # fmt: skip
-    add("--main-gpu", type=command.integer(0, 2**31 - 1), default=0, metavar="N",
+    add("-mg", "--main-gpu", type=command.integer(0, 2**31 - 1), default=0, metavar="N",
         help="the GPU of --split-mode none (default 0)")  # fmt: skip
     add("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
@@ -205,6 +205,11 @@ def _valid(check: Callable[[str], None]) -> Callable[[str], str]:
         return text
 
     return command.checked(valid)
+
+
+def _tokens(text: str) -> int | None:
+    """A count, or None for -1, which is no bound in llama.cpp's tools."""
+    return None if text == "-1" else command.count(text)
 
 
 def _switch(text: str) -> bool:

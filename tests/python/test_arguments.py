@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import pickle
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +78,19 @@ def test_quantised_values_need_flash_attention(capsys: pytest.CaptureFixture[str
         assert stop.value.code == 2
         last = capsys.readouterr().err.splitlines()[-1]
         assert last == "spice-run: error: --cache-type-v q4_0 needs --flash-attn on"
+
+
+def test_names_that_nobody_reads(recwarn: pytest.WarningsRecorder) -> None:
+    """llama_cpp.Llama takes any name and ignores it: a misspelt budget would be none."""
+    with pytest.warns(UserWarning, match="no argument ram_buget, it is ignored; did you mean ram_budget"):
+        open_model(Llama, Path(TINY), ram_buget="1MiB").close()
+    with pytest.warns(UserWarning, match="no argument nctx, it is ignored; did you mean n_ctx") as seen:
+        open_model(Llama, Path(TINY), nctx=64).close()
+    assert Path(seen[0].filename).name == "support.py", "it names the line of the call"
+    recwarn.clear()
+    with contextlib.closing(open_model(Llama, Path(TINY), ram_budget="50%", type_k=None)) as llm:
+        pickle.loads(pickle.dumps(llm)).close()
+    assert not [one for one in recwarn if "no argument" in str(one.message)]
 
 
 def test_a_batch_too_large_for_memory() -> None:
@@ -179,6 +194,17 @@ def test_names_of_llama_cpp(tmp_path: Path) -> None:
         ["-m", "m", "-p", "x", "--ctx-size", "64", "--n-predict", "3", "--batch-size", "32"]
     )
     assert (given.model, given.ctx, given.tokens, given.batch) == ("m", 64, 3, 32)
+    letters = (
+        "-m m -p x -c 0 -n -1 -b 64 -tb 2 -ngl 7 -sm none -mg 1 -ts 3,1 -s 5 -sys s -j {} --temperature 1"
+    )
+    short = arguments.parse(shlex.split(letters))
+    made = arguments.for_llama(short)
+    assert (made["n_ctx"], made["n_batch"], made["n_threads_batch"], made["n_gpu_layers"]) == (0, 64, 2, 7)
+    assert (made["main_gpu"], made["tensor_split"], made["seed"]) == (1, [3.0, 1.0], 5)
+    assert made["split_mode"] == llama_cpp.LLAMA_SPLIT_MODE_NONE
+    assert (short.tokens, short.temp, short.system, short.json_schema) == (None, 1.0, "s", "{}")
+    with contextlib.closing(Llama(TINY, verbose=False, n_ctx=0)) as llm:
+        assert llm.n_ctx() == llm._model.n_ctx_train() > 512  # what -c 0 asks for
     sampler = arguments.for_sampler(
         arguments.parse(["-p", "x", "--stop", "a", "--stop", "b", "--seed", "-1"])
     )

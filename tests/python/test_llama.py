@@ -298,6 +298,14 @@ def test_close_twice_and_delete(path: Path) -> None:
     gc.collect()
 
 
+def test_a_with_block_closes_the_model(path: Path) -> None:
+    with pytest.raises(RuntimeError, match="mine"), open_model(Llama, path) as llm:
+        llm.eval([1, 2])
+        raise RuntimeError("mine")
+    with pytest.raises(ValueError, match="closed"):
+        llm.eval([1])
+
+
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     missing = tmp_path / "nothing.gguf"
     with pytest.raises(SpiceFileNotFoundError, match=r"nothing\.gguf"):
