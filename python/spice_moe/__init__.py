@@ -9,10 +9,14 @@ Importing this package checks that the installed llama-cpp-python is the one SPI
 :class:`SpiceVersionError`, naming what to install, if it is not.
 """
 
-from importlib.metadata import version
+from . import startup
 
-from ._versions import check_versions
-from .errors import (
+startup.begin()  # before the imports that take time
+
+from importlib.metadata import version  # noqa: E402
+
+from ._versions import check_versions  # noqa: E402
+from .errors import (  # noqa: E402
     SpiceBudgetError,
     SpiceDeviceError,
     SpiceError,
@@ -25,7 +29,11 @@ from .errors import (
 )
 
 # Before anything that needs llama_cpp or the compiled core.
-check_versions()
+try:
+    check_versions()
+except SpiceVersionError as error:
+    startup.refuse(error)
+    raise
 
 from .device import placements  # noqa: E402
 from .llama import Llama  # noqa: E402

@@ -118,6 +118,7 @@ class Attachment:
         core = open_core(path, options, self._kv_overrides)
         try:
             self._summary = core.summary()
+            self.n_layers = int(self._summary["n_layers"])
             self.mode, self.reason = self._decide(bool(arguments.get("vocab_only", False)))
             self._overrides = (_BuftOverride * 3)()  # the last stays NULL: the end of the list
             if self.mode == "spice":
@@ -309,6 +310,14 @@ class Attachment:
         return [Path(file["path"]) for file in self._summary["files"]]
 
     @property
+    def certain_bytes(self) -> int:
+        """Memory that the load takes in any case, the context's aside. A mapped file takes none."""
+        if self.mode == "spice":
+            return int(self._summary["other_bytes"]) + self._pool["smallest"] + self._lore_bytes
+        mapped = self.mmap and not self._lora and not self.mlock
+        return 0 if mapped else int(self._summary["other_bytes"] + self._summary["expert_bytes"])
+
+    @property
     def _lore_bytes(self) -> int:
         return 0 if self._lore is None else self._lore.bytes
 
@@ -387,6 +396,7 @@ class Attachment:
             sidecar=pool.get("sidecar", ""),
             io_threads=self.options.io_threads if spice else 0,
             lore=dataclasses.asdict(self._lore) if self._lore is not None else {},
+            kv_cache_bytes=self.monitor.cache_bytes,
             preload=self._preload,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,

@@ -111,13 +111,25 @@ def free_memory(root: Path = Path("/")) -> FreeMemory:
     return free
 
 
-def _mem_available(root: Path) -> int:
+def swap_memory(root: Path = Path("/")) -> int:
+    """Bytes of swap space that are free; 0 where that is not said. A cgroup may allow less."""
+    return _meminfo(root, "SwapFree:") or 0
+
+
+def _meminfo(root: Path, name: str) -> int | None:
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
+    return None
+
+
+def _mem_available(root: Path) -> int:
+    available = _meminfo(root, "MemAvailable:")
+    if available is not None:
+        return available
     import os
 
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import startup
 from .budget import parse_size
 from .errors import (
     SpiceBudgetError,
@@ -44,6 +45,7 @@ def run(
     """
     _open_streams()
     try:
+        startup.end()  # inside, so that no Ctrl-C falls between
         code = work()
         sys.stdout.flush()  # now, while a failure can be told
         return code

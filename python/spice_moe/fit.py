@@ -64,7 +64,7 @@ class FitOptions:
         if self.chunk < 2:
             raise ValueError(f"chunk must be at least 2 tokens, not {self.chunk}")
         if self.lore and not 8 <= self.lore <= 64:
-            raise ValueError(f"the rank of stand-ins must be 8 to 64, not {self.lore}")
+            raise ValueError(f"the size of stand-ins must be 8 to 64, not {self.lore}")
         if not self.heads and not self.lore:
             raise ValueError("neither heads nor stand-ins: there is nothing to fit")
         if self.memory < 1 << 20:

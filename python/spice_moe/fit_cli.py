@@ -80,8 +80,8 @@ def _recall(report: dict[str, Any]) -> list[str]:
 
 def _lore(lore: dict[str, Any]) -> list[str]:
     lines = [
-        f"stand-ins, as large as rank {lore['rank']} in F16: {format_bytes(lore['bytes'])}, "
-        f"{100 * lore['share']:.1f} % of the experts. Squared error on",
+        f"stand-ins of size {lore['rank']}: {format_bytes(lore['bytes'])}, {lore['share']:.1%} of the experts"
+        ". Squared error on",
         "tokens that were not fitted; at the right of the block's output, when all but each token's first",
         "expert are dropped, replaced by their mean, by stand-ins (and expected):",
         "  layer  neurons + rank  stand-in  mean alone      drop    mean  stand-in",
@@ -138,9 +138,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tokens", metavar="N", type=command.count, default=0, help="use N tokens of the text"
     )
     parser.add_argument(
-        "--lore", metavar="RANK", type=command.count, default=0,
-        help="fit stand-ins for experts, too, in 8 bits and as large as this rank in F16 (8 to 64; 32 is "
-        "4 %% of experts of usual shapes)",
+        "--lore", metavar="SIZE", type=command.count, default=0,
+        help="fit stand-ins for experts, too; SIZE N, 8 to 64, is the bytes of rank N in F16 (32: about 4 %% "
+        "of large experts)",
     )  # fmt: skip
     parser.add_argument("--no-heads", action="store_true", help="no prediction, stand-ins alone")
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import jinja2
 import llama_cpp
 import llama_cpp._internals as internals
 
-from . import _core, arguments, files
+from . import _core, arguments, context_memory, files
 from .attachment import Attachment
 from .budget import Budget
 from .device import VramBudget
@@ -103,9 +104,11 @@ class Llama(llama_cpp.Llama):
         for file in (path, kwargs.get("lora_path")):
             if file is not None and not os.path.exists(files.name(file)):  # noqa: PTH110  (as the parent)
                 raise SpiceFileNotFoundError(f"no such file: {file or repr('')}")
+        arguments.warn_of_unknown(kwargs, (field.name for field in dataclasses.fields(SpiceOptions)))
         arguments.check(kwargs)
         attachment = self._attachment = Attachment(path, options, kwargs)
         try:
+            context_memory.check(path, kwargs, layers=attachment.n_layers, beside=attachment.certain_bytes)
             with (
                 attachment.monitor,
                 _core.AbortGuard() as guard,
@@ -197,6 +200,13 @@ class Llama(llama_cpp.Llama):
                 raise ValueError(f"the grammar does not parse, or has no rule {grammar._root!r}")
             llama_cpp.llama_sampler_free(sampler)
         return super()._init_sampler(*args, **kwargs)
+
+    def __enter__(self) -> Llama:
+        """The model itself; the end of the ``with`` block closes it."""
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Free the model, its contexts, and then SPICE's memory and threads. Safe to call twice."""

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
@@ -24,8 +24,9 @@ import llama_cpp
 from .options import ProgressCallback
 
 _DEBUG, _WARN, _ERROR, _CONT = 1, 3, 4, 5  # enum ggml_log_level; "cont" continues the line before
-# llama.cpp has no call that tells; this is the text of the version that SPICE is built for.
+# llama.cpp has no calls that tell; these are the texts of the version that SPICE is built for.
 _ASSIGNED = re.compile(rb"layer +(\d+) assigned to device ([^,]+),")
+_CACHE = re.compile(rb"size = +([\d.]+) MiB \( *\d+ cells")
 _KEPT_LINES = 20
 _BAR_DELAY_S = 0.5  # a load shorter than this shows no bar
 _BAR_WIDTH = 30
@@ -63,6 +64,34 @@ class HeldInterrupt:
 
 # The log callback of llama.cpp is one global, so loads that listen to it take turns.
 _log_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def listening(hear: Callable[[int, bytes], None], *, forward: bool = False) -> Iterator[None]:
+    """Give each line that llama.cpp logs, and its level, to ``hear``; ``forward``: to its log as well.
+
+    ``hear`` must not raise: ctypes would print that and forget it.
+    """
+    before, user_data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+
+    def on_log(level: int, text: bytes, _user_data: int | None) -> None:
+        hear(level, text)
+        if forward and before:
+            before(level, text, user_data)
+
+    listener = llama_cpp.llama_log_callback(on_log)
+    with _log_lock:
+        llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(user_data))
+        llama_cpp.llama_log_set(listener, ctypes.c_void_p(0))
+        try:
+            yield
+        finally:
+            llama_cpp.llama_log_set(before, user_data)
+
+
+def cache_sizes(line: bytes) -> list[int]:
+    """Bytes of the cache that a line of llama.cpp's log tells of, if it does."""
+    return [int(float(size) * 2**20) for size in _CACHE.findall(line)]
 
 
 class ProgressBar:
@@ -122,6 +151,7 @@ class LoadMonitor:
         self.layer_devices: dict[int, str] = {}  #: which device llama.cpp put each layer on
         self._exit = contextlib.ExitStack()
         self._held = HeldInterrupt()
+        self.cache_bytes = 0  #: of the KV cache, and of recurrent layers' states
         self.interrupted: BaseException | None = None  #: what a callback raised; the load was told to stop
         self.stopped = False  #: the progress callback returned False
         self.progress_callback = llama_cpp.llama_progress_callback(self._on_progress)
@@ -156,29 +186,19 @@ class LoadMonitor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        forward = llama_cpp.llama_log_callback()
-        user_data = ctypes.c_void_p()
-
-        def on_log(level: int, text: bytes, _user_data: int | None) -> None:
+        def hear(level: int, text: bytes) -> None:
             try:
                 self._level = self._level if level == _CONT else level
                 if level == _DEBUG and (match := _ASSIGNED.search(text)):
                     self.layer_devices[int(match[1])] = match[2].decode("utf-8", "replace")
+                self.cache_bytes += sum(cache_sizes(text))
                 if self._level in (_WARN, _ERROR):
                     self._keep(text.decode("utf-8", "replace"), continued=level == _CONT)
-                if self._verbose and forward:
-                    forward(level, text, user_data)
             except BaseException as error:
                 self.interrupted = error
 
-        listener = llama_cpp.llama_log_callback(on_log)
-        with _log_lock:
-            llama_cpp.llama_log_get(ctypes.byref(forward), ctypes.byref(user_data))
-            llama_cpp.llama_log_set(listener, ctypes.c_void_p(0))
-            try:
-                yield
-            finally:
-                llama_cpp.llama_log_set(forward, user_data)
+        with listening(hear, forward=self._verbose):
+            yield
 
     def _keep(self, text: str, *, continued: bool) -> None:
         if continued and self._lines:

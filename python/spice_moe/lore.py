@@ -30,10 +30,15 @@ def parse_auto(lore: object) -> float | None:
     return bound
 
 
+def switch(lore: object) -> object:
+    """``"on"`` and ``"off"``, as command lines and settings have them, as True and False; else itself."""
+    return {"on": True, "off": False}.get(lore.lower(), lore) if isinstance(lore, str) else lore
+
+
 def check(lore: object, budget: object, prompts: object) -> None:
     """Raise TypeError or ValueError, naming the option, when a value makes no sense."""
     if not (lore is None or isinstance(lore, bool | str | os.PathLike)):
-        raise TypeError(f'lore must be True, a path, or "auto:KL", not {lore!r}')
+        raise TypeError(f'lore must be True, False, a path, or "auto:KL", not {lore!r}')
     if not isinstance(prompts, bool):
         raise TypeError(f"lore_prompts must be True or False, not {prompts!r}")
     auto = parse_auto(lore)
@@ -45,6 +50,11 @@ def check(lore: object, budget: object, prompts: object) -> None:
         raise ValueError(f"lore_budget must be above 0 nats per token, not {budget!r}")
     if auto is not None:
         raise ValueError(f"lore={lore!r} is a budget already; leave out lore_budget")
+    if not lore:
+        raise ValueError(
+            f"lore_budget={budget!r} bounds what lore may cost, and lore is off: give lore=True or a file of "
+            f"spice-fit --lore, or leave out lore_budget"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,9 +62,9 @@ class LorePlan:
     """What was resolved."""
 
     path: str
-    rank: int
     layers: int  #: that have stand-ins
     bytes: int  #: of memory, part of ``ram_budget``
+    share: float  #: of the bytes of all the model's experts
     budget: float | None  #: nats of expected KL per token; None: thresholds alone
     auto: bool
     prompts: bool
@@ -64,7 +74,7 @@ class LorePlan:
         chosen = "thresholds chosen by cost" if self.auto else "light experts only"
         where = "" if self.prompts else ", prompts exact"
         return (
-            f"approximate: missed experts may be replaced by stand-ins of rank {self.rank} "
+            f"approximate: missed experts may be replaced by stand-ins of {self.share:.1%} of their size "
             f"({Path(self.path).name}; {chosen}{bound}{where})"
         )
 
@@ -97,13 +107,14 @@ def load(
     wide = {"max_share": 1.0, "max_mass": 1.0, "max_confidence": 1.0} if auto is not None else {}
     core.use_lore(budget=bound, prompts=prompts, **wide)
     kept = None if math.isinf(bound) else bound
-    return LorePlan(path, facts["rank"], facts["layers"], facts["bytes"], kept, auto is not None, prompts)
+    share = facts["bytes"] / core.summary()["expert_bytes"]
+    return LorePlan(path, facts["layers"], facts["bytes"], share, kept, auto is not None, prompts)
 
 
-def from_text(text: str) -> bool | str:
-    """The option from a command line: "on" is True. Raises ValueError as :func:`check`."""
+def from_text(text: str) -> object:
+    """The option from a command line. Raises ValueError as :func:`check`."""
     parse_auto(text)
-    return True if text == "on" else text
+    return switch(text)
 
 
 def summary(stats: Mapping[str, Any], moe_layers: int) -> str:

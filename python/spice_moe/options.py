@@ -76,8 +76,9 @@ class SpiceOptions:
 
     lore: bool | str | os.PathLike[str] | None = None
     """Approximate, off by default: replace missed experts that matter little by low-rank stand-ins, from a
-    file of ``spice-fit --lore``. True takes the sidecar beside the model, a path names the file,
-    ``"auto:0.01"`` takes the sidecar and replaces what costs least, at 0.01 nats of expected KL per token."""
+    file of ``spice-fit --lore``. True or ``"on"`` takes the sidecar beside the model, a path names the file,
+    ``"auto:0.01"`` takes the sidecar and replaces what costs least, at 0.01 nats of expected KL per token;
+    False, ``"off"`` and None are off (a file called ``off`` is ``"./off"``)."""
 
     lore_budget: float | None = None
     """With ``lore``: nats of expected KL divergence per token that stand-ins may cost on average, by the
@@ -101,6 +102,7 @@ class SpiceOptions:
         for name in ("enabled", "repack", "direct_io", "preload"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        object.__setattr__(self, "lore", lore.switch(self.lore))  # frozen: no plain assignment
         lore.check(self.lore, self.lore_budget, self.lore_prompts)
         budget.check(self.ram_budget)
         device.check_vram(self.vram_budget)
@@ -128,5 +130,11 @@ class SpiceOptions:
             raise TypeError(f"progress must be True, False, None or a callable, not {self.progress!r}")
 
     def with_overrides(self, **fields: Any) -> SpiceOptions:
-        """A copy with the given fields replaced; a field given as None keeps its value."""
-        return dataclasses.replace(self, **{k: v for k, v in fields.items() if v is not None})
+        """A copy with the given fields replaced; a field given as None keeps its value.
+
+        ``lore=False`` takes the bound with it: what is off needs none.
+        """
+        given = {k: v for k, v in fields.items() if v is not None}
+        if lore.switch(given.get("lore")) is False:
+            given.setdefault("lore_budget", None)
+        return dataclasses.replace(self, **given)

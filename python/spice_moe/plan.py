@@ -52,6 +52,7 @@ class Plan:
     slab_bytes_min: int  #: weights of the smallest expert
     slab_bytes_max: int  #: weights of the largest expert
     other_bytes: int  #: every other weight; llama.cpp holds these in memory
+    kv_cache_bytes: int  #: of the context's KV cache, recurrent layers' states included
     load_mode: str  #: how llama.cpp reads the other weights: "read", "read+mlock", "mmap", "mmap+mlock"
     repack: bool  #: llama.cpp may repack weights (that are not experts, in mode "spice")
     ram_budget: int  #: bytes that all slots of the expert pool may take
@@ -116,7 +117,7 @@ class Plan:
         if self.mode == "plain":
             return (
                 f"plain llama.cpp ({self.reason}): {self.architecture}, weights by {self.load_mode}, "
-                f"{threads}; {self.exactness}"
+                f"{format_bytes(self.kv_cache_bytes)} of KV cache, {threads}; {self.exactness}"
             )
         reads = "reads in flight tuned" if self.io_threads is None else f"{self.io_threads} reads in flight"
         if self.slots >= self.experts_total:
@@ -146,6 +147,7 @@ class Plan:
             pool += " (buffered: direct_io is off, or the file system refuses it)"
         return (
             f"SPICE: {self._experts()} {pool}, "
-            f"{format_bytes(self.other_bytes)} of other weights {self.load_mode} at load; {threads}, "
+            f"{format_bytes(self.other_bytes)} of other weights {self.load_mode} at load, "
+            f"{format_bytes(self.kv_cache_bytes)} of KV cache; {threads}, "
             f"{reads}; read at start: {self.preload}; {self.exactness}"
         )

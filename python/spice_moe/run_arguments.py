@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 
 from . import __version__, _core, budget, command, files, lore
-from .arguments import MAX_THREADS
+from .arguments import CACHE_TYPES, MAX_THREADS, QUANTISED_CACHE_TYPES
 from .device import check_vram, placements
 from .options import SpiceOptions, predictors, strategies
 
@@ -69,6 +69,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (args.prompt is not None or args.file or args.interactive):
         terminal = sys.stdin is not None and sys.stdin.isatty()
         args.interactive = terminal and not args.json and not args.raw
+    if args.cache_type_v in QUANTISED_CACHE_TYPES and not args.flash_attn:
+        parser.error(f"--cache-type-v {args.cache_type_v} needs --flash-attn on")
     if args.lore_budget is not None and not args.lore:
         parser.error("--lore-budget bounds what --lore may cost: give --lore, too")
     try:
@@ -100,9 +102,9 @@ def _prompting(parser: argparse.ArgumentParser) -> None:
     )
     prompt.add_argument("-i", "--interactive", action="store_true", help="chat (default at a terminal)")
     add("--raw", action="store_true", help="complete the text as it is, without a chat template")
-    add("--system", metavar="TEXT", help="system message of the chat")
-    add("-n", "--tokens", "--n-predict", metavar="N", type=command.count,
-        help="stop after N tokens (default: when done)")  # fmt: skip
+    add("-sys", "--system", "--system-prompt", metavar="TEXT", help="system message of the chat")
+    add("-n", "--tokens", "--n-predict", metavar="N", type=_tokens,
+        help="stop after N tokens (default: when done, as is -1)")  # fmt: skip
     add("--stop", metavar="TEXT", action="append", default=[], help="end an answer before TEXT; repeatable")
     add("--json", action="store_true", help="print one JSON object instead of streaming text")
     add("-v", "--verbose", action="store_true", help="show llama.cpp's own log, and tracebacks")
@@ -111,7 +113,7 @@ def _prompting(parser: argparse.ArgumentParser) -> None:
 
 def _sampling(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--temp", type=command.number(0), default=0.8, metavar="T",
+    add("--temp", "--temperature", type=command.number(0), default=0.8, metavar="T",
         help="temperature, 0 is greedy (default 0.8)")  # fmt: skip
     add("--top-k", type=command.integer(0), default=40, metavar="K", help="default 40, 0 is all")
     add("--top-p", type=command.number(0, 1), default=0.95, metavar="P", help="default 0.95")
@@ -120,33 +122,39 @@ def _sampling(group: argparse._ArgumentGroup) -> None:
         help="default 1.0, which is none")  # fmt: skip
     add("--presence-penalty", type=command.number(-10, 10), default=0.0, metavar="X", help="default 0")
     add("--frequency-penalty", type=command.number(-10, 10), default=0.0, metavar="X", help="default 0")
-    add("--seed", type=command.integer(-1, _UINT32), metavar="N",
+    add("-s", "--seed", type=command.integer(-1, _UINT32), metavar="N",
         help="for a repeatable answer (default: random, as is -1)")  # fmt: skip
     rules = group.add_mutually_exclusive_group()
     add = rules.add_argument
     add("--grammar", metavar="GBNF", help="only text that this grammar allows")
     add("--grammar-file", metavar="FILE", type=Path, help="the same, from a file")
-    add("--json-schema", metavar="JSON", help="only JSON that this schema allows; {} is any")
+    add("-j", "--json-schema", metavar="JSON", help="only JSON that this schema allows; {} is any")
     add("--json-schema-file", metavar="FILE", type=Path, help="the same, from a file")
 
 
 def _running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     threads = command.integer(1, MAX_THREADS)
-    add("-c", "--ctx", "--ctx-size", type=command.integer(1, 2**31 - 1), default=4096, metavar="N",
-        help="context, in steps of 256 (default 4096)")  # fmt: skip
+    add("-c", "--ctx", "--ctx-size", type=command.integer(0, 2**31 - 1), default=4096, metavar="N",
+        help="context, in steps of 256, 0: the model's own (default 4096)")  # fmt: skip
     add("-t", "--threads", type=threads, metavar="N", help="compute threads for single tokens")
-    add("--threads-batch", type=threads, metavar="N", help="compute threads for prompts")
-    add("--batch", "--batch-size", type=command.integer(1, 2**31 - 1), default=512, metavar="N",
+    add("-tb", "--threads-batch", type=threads, metavar="N", help="compute threads for prompts")
+    add("-b", "--batch", "--batch-size", type=command.integer(1, 2**31 - 1), default=512, metavar="N",
         help="prompt tokens per step (default 512)")  # fmt: skip
+    add("-fa", "--flash-attn", type=_switch, nargs="?", const=True, default=False, metavar="on|off",
+        help="flash attention: less memory for a long context, other last bits (default off)")  # fmt: skip
+    add("-ctk", "--cache-type-k", metavar="TYPE", choices=CACHE_TYPES, default="f16",
+        help=f"the KV cache's type for keys: {', '.join(CACHE_TYPES)} (default f16)")  # fmt: skip
+    add("-ctv", "--cache-type-v", metavar="TYPE", choices=CACHE_TYPES, default="f16",
+        help="the same for values; quantised ones need --flash-attn on")  # fmt: skip
     add("--lora", metavar="FILE", help="a LoRA adapter, as GGUF")
-    add("--gpu-layers", "--n-gpu-layers", type=command.integer(-1, 2**31 - 1), metavar="N", default=0,
+    add("-ngl", "--gpu-layers", "--n-gpu-layers", type=command.integer(-1, 2**31 - 1), metavar="N", default=0,
         help="layers whose other weights go to the GPU, -1 for all (default 0)")  # fmt: skip
-    add("--split-mode", choices=_SPLIT_MODES, default="layer",
+    add("-sm", "--split-mode", choices=_SPLIT_MODES, default="layer",
         help="how llama.cpp spreads a model over several GPUs (default layer)")  # fmt: skip
-    add("--tensor-split", type=_shares, metavar="N0,N1",
+    add("-ts", "--tensor-split", type=_shares, metavar="N0,N1",
         help="share of the model for each GPU (default: by free memory)")  # fmt: skip
-    add("--main-gpu", type=command.integer(0, 2**31 - 1), default=0, metavar="N",
+    add("-mg", "--main-gpu", type=command.integer(0, 2**31 - 1), default=0, metavar="N",
         help="the GPU of --split-mode none (default 0)")  # fmt: skip
     add("--plain", action="store_true", help="run with plain llama.cpp, without SPICE")
 
@@ -175,7 +183,8 @@ def _experts(group: argparse._ArgumentGroup) -> None:
         help="what spice-fit made (default: MODEL.spice.gguf, if it is there)")  # fmt: skip
     add("--lore", type=command.checked(lore.from_text), metavar="WHAT",
         help="approximate: replace missed experts that matter little by stand-ins of spice-fit --lore; "
-        "on (those in the sidecar), FILE, or auto:KL (nats per token, as in auto:0.01)")  # fmt: skip
+        "on (those in the sidecar), FILE, auto:KL (nats per token, as in auto:0.01), or off (default)",
+        )  # fmt: skip
     add("--lore-budget", type=float, metavar="KL",
         help=f"nats of expected KL per token that they may cost (default {lore.DEFAULT_BUDGET}, inf: any)",
         )  # fmt: skip
@@ -196,6 +205,19 @@ def _valid(check: Callable[[str], None]) -> Callable[[str], str]:
         return text
 
     return command.checked(valid)
+
+
+def _tokens(text: str) -> int | None:
+    """A count, or None for -1, which is no bound in llama.cpp's tools."""
+    return None if text == "-1" else command.count(text)
+
+
+def _switch(text: str) -> bool:
+    """``"on"`` or ``"off"``, in the words that llama.cpp takes for them."""
+    for value, words in ((True, ("on", "enabled", "true", "1")), (False, ("off", "disabled", "false", "0"))):
+        if text.lower() in words:
+            return value
+    raise argparse.ArgumentTypeError(f"must be on or off, not {text!r}")
 
 
 def _shares(text: str) -> list[float]:
@@ -246,6 +268,9 @@ def for_llama(args: argparse.Namespace) -> dict[str, Any]:
         "n_ctx": -(-args.ctx // 256) * 256,
         "n_batch": args.batch,
         "n_ubatch": args.batch,
+        "flash_attn": args.flash_attn,
+        "type_k": CACHE_TYPES[args.cache_type_k],
+        "type_v": CACHE_TYPES[args.cache_type_v],
         "kv_overrides": _expert_override(args),
         "verbose": args.verbose,
         **{name: count for name, count in threads.items() if count is not None},

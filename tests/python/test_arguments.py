@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import pickle
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ import llama_cpp
 import pytest
 from spice_moe import Llama, SpiceFileNotFoundError, SpiceMemoryError, SpiceUnsupportedError, command
 from spice_moe import run_arguments as arguments
+from spice_moe.arguments import CACHE_TYPES, QUANTISED_CACHE_TYPES
 from spice_moe.shipped import tiny_model
 from support import open_model
 
@@ -29,8 +33,6 @@ TINY = str(tiny_model())
         {"n_batch": 0},
         {"n_ubatch": -1},
         {"n_gpu_layers": 2**31},
-        {"type_k": -1},
-        {"type_v": 999},
     ],
     ids=str,
 )
@@ -38,6 +40,57 @@ def test_numbers_that_do_not_fit_are_refused(wrong: dict[str, int]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=rf"^{name} must be .* not {wrong[name]}$"):
         Llama(TINY, verbose=False, **wrong)
+
+
+@pytest.mark.parametrize("name", ["type_k", "type_v"])
+@pytest.mark.parametrize("number", [-1, 4, 9, 12, 24, 26, 999])  # 4, 9 and 26 end the process
+def test_types_that_are_none_for_a_cache(name: str, number: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}={number} is no type for a KV cache.*8 \(q8_0\)"):
+        Llama(TINY, verbose=False, flash_attn=True, **{name: number})
+    with pytest.raises(TypeError, match=f"^{name} must be a number"):
+        Llama(TINY, verbose=False, **{name: "q8_0"})
+
+
+def test_the_cache_types_have_the_names_of_llama_cpp(tmp_path: Path, tiny_model) -> None:
+    """Their numbers give what llama.cpp calls by these names; flash attention goes on with its option."""
+    ggml = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
+    ggml.ggml_type_name.restype = ctypes.c_char_p
+    for text, number in CACHE_TYPES.items():
+        assert ggml.ggml_type_name(number).decode() == text
+        assert bool(ggml.ggml_is_quantized(number)) == (text in QUANTISED_CACHE_TYPES)
+        flash = ["-fa"] if text in QUANTISED_CACHE_TYPES else []
+        given = arguments.for_llama(arguments.parse(["m", "-p", "x", "-ctv", text, "-ctk", text, *flash]))
+        assert given["type_k"] == given["type_v"] == number
+        assert given["flash_attn"] == bool(flash)
+    made = tiny_model("qwen2moe", layers=2, expert_type="Q4_K", seed=1)
+    given |= {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with contextlib.closing(Llama(made, **given)) as llm:
+        llm.eval([1, 2, 3])
+        assert llm.context_params.flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+
+
+def test_quantised_values_need_flash_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^type_v=8 is quantised.*flash_attn=True"):
+        Llama(TINY, verbose=False, type_v=llama_cpp.GGML_TYPE_Q8_0)
+    for flash in ([], ["-fa", "off"]):
+        with pytest.raises(SystemExit) as stop:
+            arguments.parse(["m", "-p", "x", "--cache-type-v", "q4_0", *flash])
+        assert stop.value.code == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == "spice-run: error: --cache-type-v q4_0 needs --flash-attn on"
+
+
+def test_names_that_nobody_reads(recwarn: pytest.WarningsRecorder) -> None:
+    """llama_cpp.Llama takes any name and ignores it: a misspelt budget would be none."""
+    with pytest.warns(UserWarning, match="no argument ram_buget, it is ignored; did you mean ram_budget"):
+        open_model(Llama, Path(TINY), ram_buget="1MiB").close()
+    with pytest.warns(UserWarning, match="no argument nctx, it is ignored; did you mean n_ctx") as seen:
+        open_model(Llama, Path(TINY), nctx=64).close()
+    assert Path(seen[0].filename).name == "support.py", "it names the line of the call"
+    recwarn.clear()
+    with contextlib.closing(open_model(Llama, Path(TINY), ram_budget="50%", type_k=None)) as llm:
+        pickle.loads(pickle.dumps(llm)).close()
+    assert not [one for one in recwarn if "no argument" in str(one.message)]
 
 
 def test_a_batch_too_large_for_memory() -> None:
@@ -117,6 +170,8 @@ def test_options_of_several_gpus_are_passed_on() -> None:
         ["--placement", "best"],
         ["--predictor", "best"],
         ["--lore-budget", "0.1"],
+        ["--flash-attn", "m.gguf"],
+        ["-ctk", "q2_K"],
         ["--ram", "much"],
         ["--vram", "6G,"],
         ["-m", "again"],
@@ -139,6 +194,17 @@ def test_names_of_llama_cpp(tmp_path: Path) -> None:
         ["-m", "m", "-p", "x", "--ctx-size", "64", "--n-predict", "3", "--batch-size", "32"]
     )
     assert (given.model, given.ctx, given.tokens, given.batch) == ("m", 64, 3, 32)
+    letters = (
+        "-m m -p x -c 0 -n -1 -b 64 -tb 2 -ngl 7 -sm none -mg 1 -ts 3,1 -s 5 -sys s -j {} --temperature 1"
+    )
+    short = arguments.parse(shlex.split(letters))
+    made = arguments.for_llama(short)
+    assert (made["n_ctx"], made["n_batch"], made["n_threads_batch"], made["n_gpu_layers"]) == (0, 64, 2, 7)
+    assert (made["main_gpu"], made["tensor_split"], made["seed"]) == (1, [3.0, 1.0], 5)
+    assert made["split_mode"] == llama_cpp.LLAMA_SPLIT_MODE_NONE
+    assert (short.tokens, short.temp, short.system, short.json_schema) == (None, 1.0, "s", "{}")
+    with contextlib.closing(Llama(TINY, verbose=False, n_ctx=0)) as llm:
+        assert llm.n_ctx() == llm._model.n_ctx_train() > 512  # what -c 0 asks for
     sampler = arguments.for_sampler(
         arguments.parse(["-p", "x", "--stop", "a", "--stop", "b", "--seed", "-1"])
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,3 +179,49 @@ def test_without_permission(tmp_path: Path) -> None:
     lines = done.stderr.splitlines()
     assert len(lines) == 8
     assert all(re.search(r"secret: .*ermission|folder: no permission", line) for line in lines)
+
+
+# Ctrl-C in the middle of the imports: what imports numpy sends it.
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+MODULES = ["spice_moe", *(f"spice_moe.{name}_cli" for name in ("trace", "fit", "sim", "plan"))]
+
+
+@pytest.mark.parametrize("name", ["spice-run", *MODULES])
+def test_ctrl_c_while_imports_run(name: str, tmp_path: Path) -> None:
+    """As a script of that name, as pip makes them, or as ``python -m``."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    script = tmp_path / name
+    script.write_text("import sys\nfrom spice_moe.cli import main\nsys.exit(main())\n")
+    command = [str(script)] if name == "spice-run" else ["-m", name]
+    done = subprocess.run(
+        [sys.executable, *command, "--version"], capture_output=True, text=True, timeout=180,
+        env={**os.environ, "PYTHONPATH": paths},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_import_in_another_program_is_left_alone() -> None:
+    script = (
+        "import signal; old = signal.getsignal(signal.SIGINT); import spice_moe.command\n"
+        "assert signal.getsignal(signal.SIGINT) is old"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=180).returncode == 0
+
+
+def test_a_wrong_installation_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp.py").write_text("__version__ = '0.0.1'\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "spice_moe", "--version"]
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=180)
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(r"spice_moe: error: SPICE needs .* found 0\.0\.1: pip install .*\n", done.stderr)

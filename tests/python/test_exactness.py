@@ -44,6 +44,26 @@ def test_prefill_and_64_greedy_tokens(model: Path) -> None:
         assert len(set(ids)) > 8, "a text of one token would prove little"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"flash_attn": True},
+        {"type_k": llama_cpp.GGML_TYPE_Q4_0},
+        {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0},
+    ],
+    ids=str,
+)
+def test_flash_attention_and_a_quantised_cache(tiny_model, options: dict[str, int]) -> None:
+    path = tiny_model("qwen2moe", layers=2, expert_type="Q4_K", seed=1)
+    tokens = prompt(33)
+    with both(path, **options) as (stock, spice):
+        counts = Counts(spice)
+        assert_same(prefill(spice, tokens, [20, *[1] * 13]), prefill(stock, tokens, [20, *[1] * 13]))
+        counts.expect(batches=14, tokens=33)
+        with contextlib.closing(open_model(Llama, path)) as other:
+            assert prefill(other, tokens).tobytes() != prefill(spice, tokens).tobytes(), "it changes nothing"
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_micro_batches(model: Path, batch: int) -> None:
     length = 512 if batch == 512 else 70

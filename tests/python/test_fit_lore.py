@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +149,12 @@ def test_the_command_fits_both(tmp_path: Path, capsys: pytest.CaptureFixture[str
     command = [str(shipped_model()), "--text", str(text), "-o", str(out), "--chunk", "64", "--horizons", "1"]
     assert fit_cli.main([*command, "--tokens", "1500", "--lore", "8"]) == 0
     printed = capsys.readouterr().out
-    assert "recall of the top 4" in printed and "as large as rank 8" in printed
+    assert "recall of the top 4" in printed
+    share = re.search(r"stand-ins of size 8: .*, ([\d.]+)% of the experts", printed)
+    assert share
+    with contextlib.closing(open_model(Llama, shipped_model(), lore=out)) as llm:
+        said = re.search(r"stand-ins of ([\d.]+)% of their size", str(llm.spice.plan))
+    assert said and float(said[1]) == pytest.approx(float(share[1]), abs=0.2), "both say the same"
     kinds = {t.name.split(".")[0] for t in GGUFReader(out).tensors}
     assert kinds == {"lore", "lore-kl", "draft", "adapter"}
     assert not list(tmp_path.glob(".spice-fit-*"))
@@ -177,7 +183,7 @@ def test_a_layer_that_no_formula_fits_ends_the_command(
     assert not out.exists()
 
 
-def test_the_rank_is_checked() -> None:
+def test_the_size_is_checked() -> None:
     with pytest.raises(ValueError, match="8 to 64, not 65"):
         fit.FitOptions(lore=65)
     with pytest.raises(ValueError, match="nothing to fit"):

@@ -26,6 +26,7 @@ from spice_moe import (
     SpiceUnsupportedError,
     loading,
 )
+from spice_moe.shipped import tiny_model as shipped
 from support import Counts, Stock, assert_same, both, greedy, open_model, prefill, prompt, usage
 from support_models import make_dense, make_lora
 
@@ -297,6 +298,14 @@ def test_close_twice_and_delete(path: Path) -> None:
     gc.collect()
 
 
+def test_a_with_block_closes_the_model(path: Path) -> None:
+    with pytest.raises(RuntimeError, match="mine"), open_model(Llama, path) as llm:
+        llm.eval([1, 2])
+        raise RuntimeError("mine")
+    with pytest.raises(ValueError, match="closed"):
+        llm.eval([1])
+
+
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     missing = tmp_path / "nothing.gguf"
     with pytest.raises(SpiceFileNotFoundError, match=r"nothing\.gguf"):
@@ -320,9 +329,14 @@ def test_a_context_too_large_is_a_memory_error(path: Path) -> None:
     assert "kv cache" in done.stderr.splitlines()[-1]
 
 
-def test_a_context_that_cannot_be_made_says_why(path: Path) -> None:
-    with pytest.raises(SpiceUnsupportedError, match=r"(?i)flash"):
-        open_model(Llama, path, type_v=llama_cpp.GGML_TYPE_Q4_0)
+def refused_context() -> None:
+    """A load that fails once the model is there: one cache for both cannot have two types."""
+    with pytest.raises(SpiceUnsupportedError, match=r"no context.*different K \(f32\) and V \(f16\)"):
+        open_model(Llama, shipped(), type_k=llama_cpp.GGML_TYPE_F32)
+
+
+def test_a_context_that_cannot_be_made_says_why() -> None:
+    refused_context()
 
 
 def test_progress(path: Path) -> None:
@@ -387,8 +401,7 @@ def test_twenty_loads_leave_nothing_behind(path: Path) -> None:
         llm.close()
 
     def fail() -> None:
-        with pytest.raises(SpiceUnsupportedError):
-            open_model(Llama, path, type_v=llama_cpp.GGML_TYPE_Q4_0)  # after the model is loaded
+        refused_context()
         with pytest.raises(SpiceFormatError):
             open_model(Llama, path, kv_overrides={"qwen2moe.attention.head_count": 7})
 

@@ -16,6 +16,7 @@ from spice_moe import (
     SpiceFormatError,
     SpiceOptions,
     SpiceUnsupportedError,
+    run_arguments,
 )
 from support import assert_same, open_model, prefill, prompt
 from support_lore import Weights, random_lore, write_lore
@@ -46,11 +47,33 @@ def model(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"lore_budget": float("nan")}, ValueError),
         ({"lore_budget": 0.1, "lore": "auto:0.1"}, ValueError),
         ({"lore_prompts": 1}, TypeError),
+        ({"lore_budget": 0.1}, ValueError),
+        ({"lore_budget": 0.1, "lore": False}, ValueError),
+        ({"lore_budget": float("inf"), "lore": "off"}, ValueError),
     ],
 )
 def test_options_that_make_no_sense_are_named(options: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(options))):
         SpiceOptions(**options)
+
+
+@pytest.mark.parametrize(("word", "value"), [("on", True), ("On", True), ("off", False), ("OFF", False)])
+def test_words_switch_them_on_and_off(word: str, value: bool) -> None:
+    assert SpiceOptions(lore=word).lore is value
+    assert run_arguments.for_llama(run_arguments.parse(["m", "--lore", word]))["spice"].lore is value
+    assert SpiceOptions(lore=f"./{word}").lore == f"./{word}"
+
+
+def test_a_bound_without_stand_ins_names_the_remedy(model: Path) -> None:
+    for options in ({}, {"lore": False}, {"spice": SpiceOptions(lore="off")}):
+        with pytest.raises(ValueError, match=r"^lore_budget=0.1 bounds .* off: give lore=True .*leave out"):
+            Llama(str(model), lore_budget=0.1, **options)
+    both = SpiceOptions(lore=True, lore_budget=0.1)
+    for off in (False, "off"):
+        assert both.with_overrides(lore=off) == SpiceOptions(lore=False)
+    assert both.with_overrides(lore="x.gguf").lore_budget == 0.1
+    with contextlib.closing(open_model(Llama, model, spice=both, lore="off")) as llm:
+        assert llm.spice.plan.exact and llm.spice.plan.lore == {}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +91,10 @@ def test_the_plan_says_so(model: Path, options: dict, budget: float | None, word
         prefill(llm, prompt(120), [20, *[1] * 100])
         stats = llm.spice.stats()
     assert not plan.exact
-    assert plan.exactness.startswith("approximate: missed experts may be replaced by stand-ins of rank 8")
+    share = plan.lore["bytes"] / plan.expert_bytes
+    assert plan.lore["share"] == share
+    words_of_all = "approximate: missed experts may be replaced by stand-ins of"
+    assert plan.exactness.startswith(f"{words_of_all} {share:.1%} of their size (m.spice.gguf;")
     assert words in plan.exactness and plan.exactness in str(plan)
     assert "stand-ins for 3 layers" in str(plan)
     assert plan.lore["budget"] == budget
@@ -159,6 +185,9 @@ def test_the_command_line(model: Path) -> None:
     report = json.loads(run(*common, "--lore", "on", "--lore-budget", "0.5", "--json").stdout)
     assert report["plan"]["lore"]["budget"] == 0.5
     assert report["stats"]["lore_rows"] > 0
+    off = run(*common, "--lore", "off")
+    assert off.returncode == 0 and off.stderr.splitlines()[-1].endswith("SPICE, exact")
+    assert run(*common, "--lore", "off", "--lore-budget", "0.5").returncode == 2
     assert run(*common, "--lore", "auto:x").returncode == 2
     assert run(*common, "--lore", "on", "--lore-budget", "-1").returncode == 2
     assert run(*common, "--lore", model.with_name("none.gguf")).returncode == 3
