@@ -90,7 +90,7 @@ def likeness(preset: str, types: Mapping[str, float]) -> Likeness:
         upload_per_second=machine.link.bandwidth / factor,
         download_per_second=machine.link.bandwidth / factor,
         copy_latency_seconds=machine.link.latency * factor,
-        launch_seconds=machine.layer_call * factor,
+        launch_seconds=machine.device.call * factor,
         expert_bytes_per_second=machine.device.of(types).stream / factor,
     )
     return Likeness(factor, host, speed)
@@ -99,7 +99,9 @@ def likeness(preset: str, types: Mapping[str, float]) -> Likeness:
 def set_apart() -> None:
     """This thread alone on the first processor, the process's others (the emulator's) on the rest.
 
-    Does nothing where there is one processor, or a system that does not say.
+    These are not interrupted by each other, if the system lets us say so: where they share a core, one that
+    holds a lock would keep this thread waiting for a whole time slice of another. Does nothing where there is
+    one processor, or a system that does not say.
     """
     tasks = Path("/proc/self/task")
     if not hasattr(os, "sched_setaffinity") or not tasks.exists():
@@ -109,8 +111,10 @@ def set_apart() -> None:
         return
     for task in tasks.iterdir():
         own = int(task.name) == threading.get_native_id()
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.sched_setaffinity(int(task.name), {first} if own else rest)
+            if not own:
+                os.sched_setscheduler(int(task.name), os.SCHED_FIFO, os.sched_param(1))
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@
 // FrozenRouters holds the model's own routers, one per group, as Q8_0 rows. RouterHeads maps (group, horizon)
 // to the scores of group + horizon:
 //
-//     training-free   s = W_t u + b_t             u = (h - in_shift) / in_scale * router_scale_t +
-//     router_shift_t fitted          s = [W_t u + b_t  or  F h] + B (A h) + P i + Q j + b
+//     - training-free   s = W_t u + b_t,   u = (h - in_shift) / in_scale * router_scale_t + router_shift_t
+//     - fitted          s = [W_t u + b_t  or  F h] + B (A h) + P i + Q j + b
 //
 // h: the input of the routed experts of the group (one token); W_t, b_t and the scales: the frozen router and
 // norms of the target and of the present group (the next-gate predictor of AdapMoE and Mixtral-Offloading,
@@ -134,7 +134,6 @@ class RouterHeads {
     [[nodiscard]] Status set(int32_t group, int32_t horizon, const HeadParts &parts);
 
     [[nodiscard]] int32_t n_groups() const { return routers_->n_groups(); }
-    [[nodiscard]] int32_t max_horizon() const { return max_horizon_; }
     [[nodiscard]] bool has(int32_t group, int32_t horizon) const;
     [[nodiscard]] bool fitted(int32_t group, int32_t horizon) const;
     [[nodiscard]] int32_t n_out(int32_t group, int32_t horizon) const; ///< scores of the head, 0 for no head

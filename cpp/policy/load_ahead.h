@@ -48,7 +48,6 @@ class LoadAhead {
     [[nodiscard]] std::span<const PrefetchLoad> plan(const LinkState &link,
                                                      PrefetchPlanner::SlabBytes slab_bytes, int32_t n_free);
     [[nodiscard]] bool needed(SlabId id) const { return needed_[flat(id)] == call_; }
-    [[nodiscard]] const PlanOptions &options() const { return options_; }
 
   private:
     [[nodiscard]] size_t flat(SlabId id) const {

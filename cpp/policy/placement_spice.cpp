@@ -14,7 +14,8 @@
 //
 // Experts whose transfer is under way can be waited for, or be computed by the host as well: the one that
 // lands last goes to the host, and the next, as long as the call is done earlier for it. (A prefetch that
-// comes late must not cost more than none.)
+// comes late must not cost more than none.) So does what the device has, those with fewest rows first, if the
+// host has a copy: a launch alone takes a device as long as an expert takes some hosts, which would idle.
 //
 // Fill: of the host's experts, those with most rows are sent for later tokens as long as the link would idle
 // until the call is done (`slack`), and one in any case when no prefetch waits: layers are often shorter
@@ -29,6 +30,7 @@ namespace spice::policy {
 namespace {
 
 constexpr size_t max_candidates = 256;
+constexpr double worth_moving = 0.98; ///< costs are estimates: less is not worth leaving the device for
 
 class SpicePlacement final : public Placement {
   public:
@@ -45,25 +47,28 @@ class SpicePlacement final : public Placement {
             if (call.rows[a] != call.rows[b]) return call.rows[a] > call.rows[b];
             return call.memory_at(a) != call.memory_at(b) ? call.memory_at(a) < call.memory_at(b) : a < b;
         });
-        landing_.clear();
+        movable_.clear();
         for (size_t i = 0; i < places.size(); ++i) {
-            if (has(call, i) && call.on_device[i] > 0.0) landing_.push_back(i);
+            if (has(call, i) && (call.on_device[i] > 0.0 || call.memory_at(i) <= 0.0)) movable_.push_back(i);
         }
-        if (misses_.empty() && landing_.empty()) return;
         double finish = split(call, costs, places);
-        std::sort(landing_.begin(), landing_.end(), [&](size_t a, size_t b) {
-            return call.on_device[a] != call.on_device[b] ? call.on_device[a] > call.on_device[b] : a < b;
+        std::sort(movable_.begin(), movable_.end(), [&](size_t a, size_t b) {
+            if (call.on_device[a] != call.on_device[b]) return call.on_device[a] > call.on_device[b];
+            return call.rows[a] != call.rows[b] ? call.rows[a] < call.rows[b] : a < b;
         });
-        for (const size_t i : landing_) {
+        bool lands = true; // of what lands, the next may still be in time when the last is not
+        for (const size_t i : movable_) {
+            if (call.on_device[i] > 0.0 && !lands) continue;
             best_.assign(places.begin(), places.end());
             places[i] = Place::host;
             const double other = split(call, costs, places);
-            if (other < finish) {
+            if (other < (call.on_device[i] > 0.0 ? finish : worth_moving * finish)) {
                 finish = other;
                 continue;
             }
             std::copy(best_.begin(), best_.end(), places.begin());
-            break;
+            if (call.on_device[i] <= 0.0) break;
+            lands = false;
         }
         if (!misses_.empty()) fill(call, costs, places, finish);
     }
@@ -178,7 +183,7 @@ class SpicePlacement final : public Placement {
     }
 
     std::vector<size_t> misses_;  ///< of the call, most rows first
-    std::vector<size_t> landing_; ///< on their way to the device, the last to land first
+    std::vector<size_t> movable_; ///< on the device or on their way, the first to go to the host first
     std::vector<Place> best_;
     std::vector<Kind> kinds_;
     std::vector<int32_t> order_;

@@ -2,17 +2,13 @@
 
 #include "runtime/device_tier.h"
 #include "runtime/engine.h"
+#include "store/clock.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace spice {
 
 namespace {
-
-double now_seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 /// What leaves a full pool for a prefetch is missed again with about this chance: the eviction strategy
 /// gives up the slabs that it expects the least of.
@@ -116,7 +112,7 @@ Result<std::unique_ptr<Prefetcher>> Prefetcher::make(Engine &engine, HeadSet hea
 
 void Prefetcher::on_call(int32_t group, const RouterInput &input, std::span<const int32_t> ids) {
     const std::lock_guard lock(mutex_);
-    const double started = now_seconds();
+    const double started = steady_now();
     const int64_t rows = input.n_tokens;
     if (clock_.begin_call(group, rows, started)) end_pass();
     if (rows <= 0) return;
@@ -137,7 +133,7 @@ void Prefetcher::on_call(int32_t group, const RouterInput &input, std::span<cons
     counters_.calls += any ? 1 : 0;
     const std::span<const int32_t> last_row = ids.last(static_cast<size_t>(k));
     last_[static_cast<size_t>(group)].assign(last_row.begin(), last_row.end());
-    const double seconds = now_seconds() - started - moving;
+    const double seconds = steady_now() - started - moving;
     counters_.seconds += seconds;
     pass_predicting_ += any ? seconds : 0.0; // learning goes on where nothing is predicted
 }
@@ -319,7 +315,7 @@ double Prefetcher::act(int32_t group, int32_t depth) {
     const auto bytes = [&](int32_t to) { return static_cast<double>(engine_.slab_bytes(to)); };
     const auto value = [&](int32_t n) { return n < engine_.n_free_slots() ? 0.0F : victim_chance; };
     const std::span<const policy::PrefetchLoad> loads = planner_->plan(link, bytes, value);
-    const double begun = now_seconds();
+    const double begun = steady_now();
     for (const policy::PrefetchLoad &load : loads) {
         Engine::Group &owner = engine_.groups_[static_cast<size_t>(load.id.group)];
         const Engine::SizeClass &cls = engine_.classes_[static_cast<size_t>(owner.size_class)];
@@ -341,7 +337,7 @@ double Prefetcher::act(int32_t group, int32_t depth) {
             }
         }
     }
-    return now_seconds() - begun;
+    return steady_now() - begun;
 }
 
 Status Prefetcher::set_future(std::vector<policy::FutureCall> calls, std::span<const float> recall,

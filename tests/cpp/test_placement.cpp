@@ -178,6 +178,18 @@ TEST(spice_does_not_wait_for_what_lands_too_late) {
     CHECK_EQ(plain(place("spice", two)), "hdh");
 }
 
+TEST(spice_gives_an_idle_host_what_the_device_has) {
+    Case c{{1, 1, 1}, {0.0, 0.0, 0.0}}; // 3 on the device alone; 2 if the host computes one
+    CHECK_EQ(place("spice", c), "hdd");
+    c.rows = {9, 9, 1}; // the one with fewest rows
+    CHECK_EQ(place("spice", c), "ddh");
+    c.in_memory = {9.0, 9.0, 9.0}; // not what it would have to read first
+    CHECK_EQ(place("spice", c), "ddd");
+    Case slow{{1, 1, 1}, {0.0, 0.0, 0.0}};
+    slow.costs.host = {2.97, 0.0}; // 2.97 against 3: not worth it
+    CHECK_EQ(place("spice", slow), "ddd");
+}
+
 TEST(spice_fills_when_the_link_is_idle) {
     Case c{{1, 1, 1, 1, 1}, {0.0, none, none, none, none}};
     CHECK_EQ(place("spice", c), "df+hh"); // the layer takes 6, the link is busy for 4: one, as no other waits
