@@ -322,7 +322,8 @@ class Simulator {
         }
         size_t per_launch = 1;
         if (machine_.has_device) { // and not more of a small pool than the runtime takes
-            const int32_t most = std::min(static_cast<int32_t>(fetches_.size()), std::max(o_.slots / 4, 1));
+            const int32_t pool = tiers_.strategy().split() ? o_.slots / r_.n_layers : o_.slots;
+            const auto most = std::min(static_cast<int32_t>(fetches_.size()), std::max(pool / 4, 1));
             per_launch = static_cast<size_t>(policy::fetches_per_launch(costs_, order.slab_bytes, most));
         }
         landed_.clear(); // of the launch that is being filled
