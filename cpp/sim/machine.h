@@ -26,8 +26,9 @@ struct LinkSpec {
 struct EngineSpec {
     double stream = 0.0; ///< bytes of weights per second for one row
     double row = 0.0;    ///< bytes of weights times rows per second for many rows; at least `stream`
-    double call =
-        0.0; ///< seconds per layer call that uses the engine: launches, waits, copies of activations
+    /// Seconds of waits, launches and copies of activations: of each layer call that uses the host, of each
+    /// launch on a device (policy/placement.h, finish_time()).
+    double call = 0.0;
 
     [[nodiscard]] policy::ExpertCost cost(double bytes) const {
         return {bytes / stream - bytes / row, bytes / row};
