@@ -167,9 +167,9 @@ class Engine {
     [[nodiscard]] Prefetcher *prefetcher() const { return prefetcher_.get(); }
 
     /// Makes the tier of a device, which owns these layers (all, if none are named), after build_pool and
-    /// before preload() and the first layer call. Once for each device. `n_threads`: of the host, for a short probe of what
-    /// both do with experts (device_probe.h); 0: none. Errors: DeviceTier::make's; internal (a layer that
-    /// another device owns).
+    /// before preload() and the first layer call. Once for each device. `n_threads`: of the host, for a short
+    /// probe of what both do with experts (device_probe.h); 0: none. Errors: DeviceTier::make's; internal (a
+    /// layer that another device owns).
     [[nodiscard]] Status build_device_pool(ggml_backend_dev_t device, std::span<const int32_t> layers,
                                            uint64_t budget, const std::string &placement,
                                            int32_t n_threads = 0);
