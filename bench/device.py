@@ -64,9 +64,8 @@ def like(args: argparse.Namespace, jobs: Sequence[Job], types: Mapping[str, floa
     """Sides that take turns, on a device in the preset's proportion to this host as it is now."""
     with awake():
         found = likeness(args.like, types)
-    emulate = asdict(found.speed)
-    reports = side_by_side(WORKER, [job | dict(emulate=emulate) for job in jobs], args.turn, beside=awake())
-    with awake():
+        emulate = asdict(found.speed)
+        reports = side_by_side(WORKER, [job | dict(emulate=emulate) for job in jobs], args.turn)
         after = host_speed(types)
     for report in reports or []:
         report |= dict(factor=found.factor, host_before=found.host_speed, host_after=after, speed=emulate)

@@ -9,7 +9,6 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +17,13 @@ from bench.worker import Job, Report, TurnWorker, WorkerEndedError
 NOT_LOADED = 3  #: the exit code of a worker whose model does not load
 
 
-def side_by_side(
-    script: Path, jobs: Sequence[Job], turn: int, *, beside: AbstractContextManager[None] | None = None
-) -> list[Report] | None:
+def side_by_side(script: Path, jobs: Sequence[Job], turn: int) -> list[Report] | None:
     """Decode with one worker process of `script` for each job, in turns of so many tokens; their reports.
 
     job["decode"]: tokens of each. A report has what the worker told when it was loaded and when it was done,
-    and "turns" (seconds of each), "decode_seconds" (all of them) and "best" (its tokens). beside: entered
-    while they decode. None when one of the models did not load: no room on the device. Ends the process,
-    saying so, when a worker fails otherwise.
+    and "turns" (seconds of each), "decode_seconds" (all of them) and "best" (its tokens). None when one of
+    the models did not load: no room on the device. Ends the process, saying so, when a worker fails
+    otherwise.
     """
     workers: list[TurnWorker] = []
     try:
@@ -40,15 +37,14 @@ def side_by_side(
         reports = [worker.loaded | dict(turns=[], best=[]) for worker in workers]
         left = jobs[0]["decode"]
         order = list(range(len(jobs)))
-        with beside or nullcontext():
-            while left > 0:
-                tokens = min(turn, left)
-                for index in order:
-                    answer = workers[index].ask(do="decode", tokens=tokens)
-                    reports[index]["turns"].append(answer["seconds"])
-                    reports[index]["best"] += answer["best"]
-                left -= tokens
-                order.reverse()
+        while left > 0:
+            tokens = min(turn, left)
+            for index in order:
+                answer = workers[index].ask(do="decode", tokens=tokens)
+                reports[index]["turns"].append(answer["seconds"])
+                reports[index]["best"] += answer["best"]
+            left -= tokens
+            order.reverse()
         for report, worker in zip(reports, workers, strict=True):
             report |= worker.ask(do="report") | dict(decode_seconds=sum(report["turns"]))
         return reports

@@ -185,6 +185,8 @@ TEST(spice_gives_an_idle_host_what_the_device_has) {
     CHECK_EQ(place("spice", c), "ddh");
     c.in_memory = {9.0, 9.0, 9.0}; // not what it would have to read first
     CHECK_EQ(place("spice", c), "ddd");
+    c = {{1, 1, 1}, {0.0, 0.0, 0.0}, {0.5, 0.5, 0.5}}; // not even if that would be in time
+    CHECK_EQ(place("spice", c), "ddd");
     Case slow{{1, 1, 1}, {0.0, 0.0, 0.0}};
     slow.costs.host = {2.97, 0.0}; // 2.97 against 3: not worth it
     CHECK_EQ(place("spice", slow), "ddd");

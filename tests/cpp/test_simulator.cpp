@@ -169,6 +169,18 @@ TEST(the_host_computes_misses) {
     CHECK_EQ(c.run(profiled).hits, 6);
 }
 
+TEST(each_launch_on_the_device_takes_its_time) {
+    Case c{{0, 1, 0, 2}, {2}, 1, 2, 8};
+    c.machine.device.call = 0.05;
+    // Two fetches, the first computed while the second is sent; then one that is there, and one fetched.
+    CHECK(near(c.run({.strategy = "lru", .slots = 4}).seconds, (2.0 + 0.15) + (1.0 + 0.15)));
+    Case together{{0, 1}, {1}, 1, 2, 8}; // half a transfer: two are launched at once
+    together.machine.device.call = 0.5;
+    CHECK(near(together.run({.strategy = "lru", .slots = 8}).seconds, 2.0 + 0.5 + 0.2));
+    CHECK(
+        near(together.run({.strategy = "lru", .slots = 4}).seconds, 2.0 + 0.5 + 0.1)); // of a small pool not
+}
+
 TEST(a_late_prefetch_is_late) {
     Case c{{0, 1}, {1}, 2};
     c.machine.layer_call = 0.4;
